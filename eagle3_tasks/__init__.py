@@ -1,0 +1,1 @@
+"""What runs on the GPU host, and the contracts both machines share."""

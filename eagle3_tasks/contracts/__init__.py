@@ -1,0 +1,1 @@
+"""The wire formats between orchestrator and GPU host. Standard library only."""
