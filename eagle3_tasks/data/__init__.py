@@ -1,0 +1,1 @@
+"""Conversations to samples: text in, token ids and loss masks out."""

@@ -1,0 +1,1 @@
+"""The draft model: its architecture and the folder that engines serve."""

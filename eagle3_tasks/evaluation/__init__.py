@@ -1,0 +1,1 @@
+"""Accept length, simulated and looped."""

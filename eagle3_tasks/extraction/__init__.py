@@ -1,0 +1,1 @@
+"""Work on the target model: answers and hidden states, shard by shard."""

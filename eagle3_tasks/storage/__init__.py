@@ -1,0 +1,1 @@
+"""Bytes of captures: segments, receipts, manifests, verification."""

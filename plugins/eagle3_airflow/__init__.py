@@ -1,0 +1,1 @@
+"""Airflow operators, triggers and sensors that drive the pipeline over SSH."""

@@ -1,0 +1,1 @@
+"""Operators that run jobs on GPU hosts."""

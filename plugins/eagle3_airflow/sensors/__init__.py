@@ -1,0 +1,1 @@
+"""Sensors that ask GPU hosts."""
