@@ -191,9 +191,7 @@ def train_target(
         weight_decay=settings.weight_decay,
         fused=True,
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: learning_rate_factor(step, settings)
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings))
     target.train()
     batches = draw_batches(pairs, tokenizer, settings)
     started = reported = clock()

@@ -79,7 +79,13 @@ class WorldText:
 
 def read_source() -> dict[str, bytes]:
     """Read the corpus' English files, by file name, in the order of their names."""
-    folder = importlib.resources.files("chatterbot_corpus") / "data" / "english"
+    try:
+        folder = importlib.resources.files("chatterbot_corpus") / "data" / "english"
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "the package chatterbot-corpus, the demo's text, is not installed. Install it: "
+            "pip install --no-deps chatterbot-corpus==1.3.3"
+        ) from error
     paths = sorted(folder.iterdir(), key=lambda path: path.name)
     return {path.name: path.read_bytes() for path in paths if path.name.endswith(".yml")}
 
@@ -151,9 +157,7 @@ def choose_text(
         # "Hi. Hello" may be a question of the corpus itself.
         if question_key(question) in trained_keys:
             continue
-        reworded.append(
-            Pair(pair_id=f"{pair.pair_id}-reworded", question=question, answer=pair.answer)
-        )
+        reworded.append(Pair(pair_id=f"{pair.pair_id}-reworded", question=question, answer=pair.answer))
         if len(reworded) == num_reworded:
             break
     return WorldText(
