@@ -29,6 +29,8 @@ case $folder in
         cat "$folder/pip.log" >&2
         exit 1
     }
+    # Left behind, it would offer its entry points to whoever runs from this folder.
+    rm -rf eagle3_airflow.egg-info build
     ;;
 esac
 touch "$folder/.made"

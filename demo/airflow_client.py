@@ -1,0 +1,111 @@
+"""Airflow's REST API, as far as a run needs it."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+
+class AirflowClient:
+    """Triggers runs and reads their state, with the token of one user.
+
+    Errors of the API surface as ``RuntimeError`` with the server's own words.
+    """
+
+    def __init__(self, *, url: str, user: str, password: str) -> None:
+        self.url = url
+        self._credentials = {"username": user, "password": password}
+        self._token = ""
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Call ``/api/v2`` + ``path`` and give the decoded answer; None for a 404."""
+        if not self._token:
+            self._token = self._send("POST", f"{self.url}/auth/token", self._credentials)["access_token"]
+        return self._send(method, f"{self.url}/api/v2{path}", body)
+
+    def _send(self, method: str, url: str, body: Mapping[str, Any] | None) -> Any:
+        data = json.dumps(body).encode() if body is not None else None
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        request = urllib.request.Request(url, data=data, headers=headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                content = reply.read()
+        except urllib.error.HTTPError as error:
+            if error.code == 404 and method == "GET":
+                return None
+            raise RuntimeError(f"{method} {url}: {error.code} {error.read().decode(errors='replace')}") from error
+        return json.loads(content) if content else None
+
+    def wait_for_dag(self, dag_id: str, *, seconds: float = 120.0) -> None:
+        """Wait until the DAG has been parsed.
+
+        Raises:
+            RuntimeError: it has an import error, or did not appear.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            errors = self.request("GET", "/importErrors")
+            if errors and errors["total_entries"]:
+                raise RuntimeError(f"import error: {errors['import_errors'][0]['stack_trace']}")
+            if self.request("GET", f"/dags/{dag_id}"):
+                return
+            time.sleep(0.5)
+        raise RuntimeError(f"the DAG {dag_id} did not appear within {seconds:.0f} s")
+
+    def trigger(self, dag_id: str, *, run_id: str, conf: Mapping[str, Any]) -> None:
+        body = {"dag_run_id": run_id, "conf": dict(conf), "logical_date": None}
+        self.request("POST", f"/dags/{dag_id}/dagRuns", body)
+
+    def run_state(self, dag_id: str, run_id: str) -> str:
+        return str(self.request("GET", f"/dags/{dag_id}/dagRuns/{_quote(run_id)}")["state"])
+
+    def task_instances(self, dag_id: str, run_id: str) -> list[dict[str, Any]]:
+        """List every task instance of a run, mapped ones included."""
+        found: list[dict[str, Any]] = []
+        while True:
+            path = f"/dags/{dag_id}/dagRuns/{_quote(run_id)}/taskInstances?limit=100&offset={len(found)}"
+            page = self.request("GET", path)
+            found += page["task_instances"]
+            if len(found) >= page["total_entries"] or not page["task_instances"]:
+                return found
+
+    def xcom(self, dag_id: str, run_id: str, task_id: str, key: str, map_index: int = -1) -> Any:
+        """Read one XCom value; None if there is none."""
+        path = (
+            f"/dags/{dag_id}/dagRuns/{_quote(run_id)}/taskInstances/{task_id}/xcomEntries/{key}"
+            f"?map_index={map_index}&deserialize=false&stringify=false"
+        )
+        entry = self.request("GET", path)
+        if entry is None:
+            return None
+        value = entry["value"]
+        return json.loads(value) if isinstance(value, str) and value[:1] in "[{" else value
+
+    def log(self, dag_id: str, run_id: str, task_id: str, *, try_number: int, map_index: int = -1) -> str:
+        """Read a task's log as the UI shows it."""
+        path = (
+            f"/dags/{dag_id}/dagRuns/{_quote(run_id)}/taskInstances/{task_id}/logs/{try_number}"
+            f"?map_index={map_index}&full_content=true"
+        )
+        answer = self.request("GET", path)
+        content = answer["content"] if answer else []
+        return "\n".join(
+            str(line.get("event", "")) if isinstance(line, dict) else str(line) for line in content
+        )
+
+    def clear(self, dag_id: str, run_id: str, task_id: str, map_index: int | None = None, **options: Any) -> None:
+        """Clear one task, or one map index of it."""
+        task: Any = task_id if map_index is None else [task_id, map_index]
+        body = {"dag_run_id": run_id, "task_ids": [task], "dry_run": False, "only_failed": False, **options}
+        self.request("POST", f"/dags/{dag_id}/clearTaskInstances", body)
+
+
+def _quote(text: str) -> str:
+    return urllib.parse.quote(text, safe="")
