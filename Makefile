@@ -26,7 +26,7 @@ test: setup check ## Everything that must pass before a change lands.
 	@sh tests/run.sh
 
 bench: setup ## Measure; results as JSON in bench.json.
-	@$(HOST)/bin/python -m tests.bench.run
+	@$(HOST)/bin/eagle3 bench store --json | tee bench.json
 
 locks: ## Pin what is installed now (after an upgrade).
 	@$(HOST)/bin/python locks/write_locks.py host

@@ -40,7 +40,9 @@ class AirflowClient:
         except urllib.error.HTTPError as error:
             if error.code == 404 and method == "GET":
                 return None
-            raise RuntimeError(f"{method} {url}: {error.code} {error.read().decode(errors='replace')}") from error
+            raise RuntimeError(
+                f"{method} {url}: {error.code} {error.read().decode(errors='replace')}"
+            ) from error
         return json.loads(content) if content else None
 
     def wait_for_dag(self, dag_id: str, *, seconds: float = 120.0) -> None:
@@ -100,7 +102,9 @@ class AirflowClient:
             str(line.get("event", "")) if isinstance(line, dict) else str(line) for line in content
         )
 
-    def clear(self, dag_id: str, run_id: str, task_id: str, map_index: int | None = None, **options: Any) -> None:
+    def clear(
+        self, dag_id: str, run_id: str, task_id: str, map_index: int | None = None, **options: Any
+    ) -> None:
         """Clear one task, or one map index of it."""
         task: Any = task_id if map_index is None else [task_id, map_index]
         body = {"dag_run_id": run_id, "task_ids": [task], "dry_run": False, "only_failed": False, **options}

@@ -153,7 +153,9 @@ class AirflowServices:
         for name, child in self.children.items():
             if child.poll() is not None:
                 log = self.log_folder / f"{name}.log"
-                raise RuntimeError(f"Airflow's {name} ended with code {child.returncode}. {log}:\n{_tail(log)}")
+                raise RuntimeError(
+                    f"Airflow's {name} ended with code {child.returncode}. {log}:\n{_tail(log)}"
+                )
 
     def wait_until_ready(self, *, seconds: float = 240.0) -> None:
         """Wait for the api-server, and for scheduler, dag-processor and triggerer to report health.

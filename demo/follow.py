@@ -47,7 +47,11 @@ def _print_change(
     states[key] = state
     if state not in (*ENDED, "up_for_retry"):
         return
-    name = one["task_id"] if one["map_index"] < 0 else f"{one['task_id']} {one['rendered_map_index'] or one['map_index']}"
+    name = (
+        one["task_id"]
+        if one["map_index"] < 0
+        else f"{one['task_id']} {one['rendered_map_index'] or one['map_index']}"
+    )
     duration = f"{one['duration']:7.1f} s" if one["duration"] else " " * 9
     line.print(f"{seconds:6.0f} s  {name:<38} {state:<12} {duration}")
 

@@ -27,7 +27,7 @@ def start(
     with log.open("ab") as output:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=cwd,
-            env=dict(environment), start_new_session=True, preexec_fn=_die_with_parent,
+            env=dict(environment), start_new_session=True, preexec_fn=_die_with_parent,  # noqa: PLW1509 - one prctl, no locks
         )  # fmt: skip
 
 

@@ -36,7 +36,10 @@ def print_report(client: AirflowClient, dag_id: str, run_id: str, *, root: Path,
         print(f"rows          {conversations.num_rows:,} kept, {conversations.num_rejects:,} rejected")
     if dataset := _read(DatasetRecord, folder / "dataset.json"):
         trained = 100 * dataset.num_trained_tokens / dataset.num_tokens
-        print(f"samples       {dataset.num_samples:,}\ntokens        {dataset.num_tokens:,} ({trained:.0f} % trained)")
+        print(
+            f"samples       {dataset.num_samples:,}\n"
+            f"tokens        {dataset.num_tokens:,} ({trained:.0f} % trained)"
+        )
     if plan := _read(PlanRecord, folder / "plan.json"):
         print(f"bytes         {plan.forecast_bytes:,} of hidden states, {plan.missing_bytes:,} of them new")
     if training := _read(TrainingRecord, folder / "training.json"):
@@ -47,7 +50,10 @@ def print_report(client: AirflowClient, dag_id: str, run_id: str, *, root: Path,
         print(f"draft model   {layout.draft_model(model.draft_model)}")
     for one in instances:
         if one["state"] == "failed":
-            print(f"failed        {one['task_id']} {one['rendered_map_index'] or ''}; its log in the UI says why")
+            print(
+                f"failed        {one['task_id']} {one['rendered_map_index'] or ''};"
+                " its log in the UI says why"
+            )
     print(f"all           {seconds:.0f} s")
 
 
@@ -72,7 +78,8 @@ def _print_evaluation(results: Sequence[EvaluationResult]) -> None:
         demanded = f"{one.min_accept_length:.2f}" if one.min_accept_length else "-"
         print(
             f"  {one.name:<14} {one.untrained_accept_length:5.2f}  {one.simulated_accept_length:9.2f}"
-            f"  {one.looped_accept_length:6.2f}  {demanded:>8}  {'yes' if one.is_identical_to_greedy else 'NO'}"
+            f"  {one.looped_accept_length:6.2f}  {demanded:>8}"
+            f"  {'yes' if one.is_identical_to_greedy else 'NO'}"
         )
 
 

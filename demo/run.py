@@ -95,7 +95,9 @@ def _build_world() -> Path:
             last = line.rstrip()
             print(f"  {last}", flush=True)
     if child.returncode:
-        raise RuntimeError(f"the world could not be built (exit code {child.returncode}); see the lines above")
+        raise RuntimeError(
+            f"the world could not be built (exit code {child.returncode}); see the lines above"
+        )
     return Path(last)
 
 

@@ -284,7 +284,7 @@ def _sync(path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Build a world and print its folder."""
-    parser = argparse.ArgumentParser(prog="python -m demo.world", description=build_world.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m demo.world", description="Build the demo's world, once.")
     parser.add_argument("--folder", type=Path, required=True, help="where worlds are kept, one folder each")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")

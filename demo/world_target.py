@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -79,7 +80,11 @@ class TargetSettings:
 def train_tokenizer(texts: Sequence[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
     """Learn a byte-level BPE from the texts, with a ChatML-like template."""
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Each newline is a token of its own: else the one that ends the template's header would
+    # merge with an answer that starts with a space, and a prompt would be no prefix of its row.
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     core.decoder = decoders.ByteLevel()
     # Trimmed offsets would leave the spaces at a span's edges outside the generation mask.
     core.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -107,8 +112,14 @@ def render(question: str, answer: str | None = None) -> str:
     return prompt if answer is None else f"{prompt}{answer}{END}"
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """The target ids of the end-of-turn token and of padding."""
+    return cast(int, tokenizer.eos_token_id), cast(int, tokenizer.pad_token_id)
+
+
 def new_target(tokenizer: PreTrainedTokenizerBase, settings: TargetSettings) -> LlamaForCausalLM:
     """Make an untrained target; its weights follow from the seed alone."""
+    eos_id, pad_id = special_ids(tokenizer)
     config = LlamaConfig(
         vocab_size=settings.vocab_size,
         hidden_size=settings.hidden_size,
@@ -120,18 +131,18 @@ def new_target(tokenizer: PreTrainedTokenizerBase, settings: TargetSettings) -> 
         max_position_embeddings=settings.max_positions,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=eos_id,
+        pad_token_id=pad_id,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         target = LlamaForCausalLM(config)
-        torch.nn.init.normal_(target.get_input_embeddings().weight, std=settings.embedding_std)
+        torch.nn.init.normal_(target.model.embed_tokens.weight, std=settings.embedding_std)
     target.generation_config = GenerationConfig(
         do_sample=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=eos_id,
+        pad_token_id=pad_id,
     )
     return target
 
@@ -147,8 +158,8 @@ def draw_batches(
         Token ids [B, T] padded on the right, and labels [B, T]: at t the token of t + 1 where
         the answer (or its end) stands there, ``IGNORED`` elsewhere.
     """
-    chance = random.Random(settings.seed)
-    pad_id = tokenizer.pad_token_id
+    chance = random.Random(settings.seed)  # noqa: S311  a rerun has to draw the same
+    _, pad_id = special_ids(tokenizer)
     while True:
         rows: list[tuple[list[int], int]] = []
         for pair in chance.sample(pairs, len(pairs)):
@@ -245,15 +256,12 @@ def answer_greedily(
         The answers without their end-of-turn token; one that reached ``max_new_tokens`` is
         cut off there.
     """
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}],
-            add_generation_prompt=True,
-            return_dict=True,
-        )["input_ids"]
-        for question in questions
-    ]
-    eos_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    prompts: list[list[int]] = []
+    for question in questions:
+        asked = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        prompts.append(tokenizer.encode(str(prompt), add_special_tokens=False))
+    eos_id, pad_id = special_ids(tokenizer)
     greedy = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
@@ -277,5 +285,5 @@ def answer_greedily(
         )
         for index, ids in zip(indices, output_BT[:, width:].tolist(), strict=True):
             end = ids.index(eos_id) if eos_id in ids else len(ids)
-            answers[index] = tokenizer.decode(ids[:end])
+            answers[index] = str(tokenizer.decode(ids[:end]))
     return answers

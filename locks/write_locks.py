@@ -18,13 +18,16 @@ HERE = Path(__file__).parent
 LOCKS: dict[str, dict[Path, tuple[str, ...]]] = {
     "host": {
         HERE.parent / "eagle3_tasks/host_requirements.lock": (
-            "torch", "transformers", "safetensors", "numpy", "psutil", "nvidia-ml-py", "jinja2",
+            "torch", "transformers", "safetensors", "numpy", "accelerate", "tiktoken", "psutil", "nvidia-ml-py", "jinja2",
         ),
-        HERE / "host-development.txt": ("pytest", "pytest-timeout", "hypothesis", "coverage", "chatterbot-corpus", "pyyaml"),
+        HERE / "host-development.txt": (
+            "pytest", "pytest-timeout", "hypothesis", "coverage", "chatterbot-corpus", "pyyaml",
+        ),
     },
     "orchestrator": {
         HERE / "orchestrator.txt": (
-            "apache-airflow", "apache-airflow-providers-ssh", "apache-airflow-providers-standard", "asyncssh", "paramiko",
+            "apache-airflow", "apache-airflow-providers-ssh", "apache-airflow-providers-standard", "asyncssh",
+            "paramiko",
         ),
         HERE / "orchestrator-development.txt": (
             "pytest", "pytest-timeout", "pytest-asyncio", "hypothesis", "coverage", "ruff", "basedpyright",

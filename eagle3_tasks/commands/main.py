@@ -1,6 +1,6 @@
 """``eagle3 VERB``: the one entry for jobs and for people.
 
-A verb reads its spec as JSON from ``--spec FILE`` (``-``: standard input), logs to standard
+A stage's verb reads its spec as JSON from ``--spec FILE`` (``-``: standard input), logs to standard
 output, writes its report, and ends with the exit code of ``contracts.errors``. Run by a
 job, report, progress and error go into the job's generation folder; run by hand, the
 report is printed as the last thing.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
 import os
 import sys
@@ -52,15 +53,18 @@ STAGES: Mapping[str, str] = {
     "setup-host": "eagle3_tasks.commands.setup_host:run_setup_host",
 }
 PROBE = "probe"
+BENCH = "bench"
 PROGRESS_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and give its exit code."""
-    parser = argparse.ArgumentParser(prog="eagle3", description=__doc__)
-    parser.add_argument("verb", choices=[*STAGES, PROBE], metavar="VERB", help=", ".join([*STAGES, PROBE]))
-    parser.add_argument("--spec", required=True, metavar="FILE", help="the spec as JSON; - reads standard input")
-    parsed = parser.parse_args(arguments)
+    parsed = _parser().parse_args(arguments)
+    if parsed.verb == BENCH:
+        from eagle3_tasks.commands.bench_store import run_bench_store
+
+        print(json.dumps(run_bench_store(parsed.folder), indent=None if parsed.json else 1))
+        return 0
     os.umask(0o077)
     logging.basicConfig(
         stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
@@ -76,6 +80,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the edge: whatever it is, it gets a class and a record
         return _fail(translate(error), error, generation_folder)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eagle3", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb in (*STAGES, PROBE):
+        stage = verbs.add_parser(verb, help=f"run {verb}")
+        stage.add_argument(
+            "--spec", required=True, metavar="FILE", help="the spec as JSON; - reads standard input"
+        )
+    bench = verbs.add_parser(BENCH, help="measure the store on a disk")
+    bench.add_argument("name", choices=["store"])
+    bench.add_argument(
+        "--folder", type=Path, default=Path(), help="a folder on the disk to measure; default: here"
+    )
+    bench.add_argument("--json", action="store_true", help="one line of flat JSON")
+    return parser
 
 
 def _run(verb: str, spec_path: str, generation_folder: Path | None) -> object:
@@ -104,7 +127,9 @@ def _read_spec(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror}. Give the path of a spec file, or - for standard input.") from error
+        raise InvalidInput(
+            f"{path}: {error.strerror}. Give the path of a spec file, or - for standard input."
+        ) from error
 
 
 def _generation(folder: Path | None) -> int:
@@ -124,7 +149,9 @@ def _progress_writer(folder: Path | None) -> Callable[[Progress], None]:
         last_written = now
         content = codec.dumps(progress).encode()
         if len(content) > MAX_PROGRESS_BYTES:
-            raise RequestRefused(f"a progress record of {len(content)} bytes; {MAX_PROGRESS_BYTES} are possible.")
+            raise RequestRefused(
+                f"a progress record of {len(content)} bytes; {MAX_PROGRESS_BYTES} are possible."
+            )
         temporary = folder / f".{PROGRESS_FILE}.tmp"
         temporary.write_bytes(content)
         # Not synced: after a power cut the job is lost anyway, and receipts hold the truth.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import functools
 import json
 import math
 import types
@@ -20,6 +21,9 @@ from typing import Any, TypeVar, cast
 from eagle3_tasks.contracts.errors import RequestRefused
 
 T = TypeVar("T")
+
+# Resolving annotations costs more than decoding; an agent decodes thousands of records a minute.
+_type_hints = functools.cache(typing.get_type_hints)
 
 
 def dumps(value: object, *, indent: int | None = None) -> str:
@@ -121,7 +125,7 @@ def _decode_dataclass(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise RequestRefused(f"{where}: an object is needed, not {_name(value)}.")
     entries = cast("dict[str, Any]", value)
-    hints = typing.get_type_hints(kind)
+    hints = _type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in entries:
         if key not in fields:
@@ -157,7 +161,7 @@ def _decode_scalar(kind: Any, value: Any, where: str) -> Any:
             value = float(value)
         except OverflowError:
             raise RequestRefused(f"{where}: {value!r} is too large.") from None
-    if isinstance(value, bool) and kind is not bool or not isinstance(value, kind):
+    if (isinstance(value, bool) and kind is not bool) or not isinstance(value, kind):
         raise RequestRefused(f"{where}: {_name(kind)} is needed, not {_name(value)} {value!r}.")
     if isinstance(value, float) and not math.isfinite(value):
         raise RequestRefused(f"{where}: {value!r} is not a finite number.")

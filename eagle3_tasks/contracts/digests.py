@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from eagle3_tasks.contracts import codec
@@ -23,9 +24,13 @@ def release_files(package: Path) -> list[Path]:
 
 def release_digest(package: Path) -> str:
     """Name the code in the folder ``package`` by its relative paths and bytes."""
+    return files_digest((path.as_posix(), (package / path).read_bytes()) for path in release_files(package))
+
+
+def files_digest(files: Iterable[tuple[str, bytes]]) -> str:
+    """Name files, given as relative path and content, sorted by path."""
     hasher = hashlib.sha256()
-    for path in release_files(package):
-        content = (package / path).read_bytes()
-        hasher.update(f"{path.as_posix()}\0{len(content)}\0".encode())
+    for path, content in files:
+        hasher.update(f"{path}\0{len(content)}\0".encode())
         hasher.update(content)
     return hasher.hexdigest()[:DIGEST_DIGITS]

@@ -272,7 +272,10 @@ class PollBody:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PollReply:
+    """A job that could not be looked at just now is UNKNOWN: it stands in ``errors``, by key."""
+
     jobs: tuple[JobStatus, ...]
+    errors: Mapping[str, ErrorRecord] = dataclasses.field(default_factory=dict[str, ErrorRecord])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

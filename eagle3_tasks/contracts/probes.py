@@ -12,6 +12,7 @@ class DiskReport:
     ``free_bytes`` is ``f_bavail`` times the fragment size: reserved blocks are not free.
     ``write_seconds`` is the time of a small write with fsync; None if it did not end
     within the deadline (``is_stalled``), as on a full Ceph pool while df still smiles.
+    ``write_error`` is what the system said where it failed at once.
     """
 
     path: str
@@ -22,6 +23,7 @@ class DiskReport:
     is_read_only: bool
     is_stalled: bool
     write_seconds: float | None
+    write_error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,8 @@
-"""Receipts and manifests: the record of what a capture holds."""
+"""Receipts and manifests: the record of what a capture holds.
+
+Every line of a ``.jsonl`` file in a shard's folder is one of these records and, as its
+last key, ``checksum``: the CRC-32 of the line as it would be without that key.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ class SampleRecord:
 
     ``sample`` is the hash of its token ids. ``checksums`` holds one ``crc32:XXXXXXXX`` a
     tensor, by the tensor's short name (``token_ids``, ``aux_hidden``, ``last_hidden``).
+    ``num_states`` counts the auxiliary states and the last one; ``num_bytes`` its tensors.
     """
 
     sample: str
@@ -26,12 +31,18 @@ class SampleRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """One committed segment. Without a receipt a segment does not exist."""
+    """One committed segment. Without a receipt a segment does not exist.
+
+    ``generation`` counts the writers that ever opened the shard's folder, from 1.
+    ``segment`` is a file of that folder, ``num_bytes`` its size, ``header_checksum`` that of
+    all bytes before its first tensor.
+    """
 
     version: int = STORAGE_VERSION
     generation: int
     segment: str
     num_bytes: int
+    header_checksum: str
     committed_at: float
     samples: tuple[SampleRecord, ...]
 
@@ -46,6 +57,31 @@ class QuarantineRecord:
     row: int
     num_tokens: int
     reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VoidRecord:
+    """Samples of a segment that verification found damaged: they count as missing again."""
+
+    version: int = STORAGE_VERSION
+    segment: str
+    samples: tuple[str, ...]
+    reason: str
+    voided_at: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fence:
+    """Up to which byte each older file of a shard's folder counts.
+
+    The first thing that a new generation writes: what an older writer appends later is
+    ignored. An older file that isn't named does not count at all. Only the newest fence
+    matters: it holds what the former one said.
+    """
+
+    version: int = STORAGE_VERSION
+    generation: int
+    counted_bytes: dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from eagle3_tasks.contracts import codec
 from eagle3_tasks.contracts.errors import InvalidSettings, RequestRefused
 
 SETTINGS_VERSION = 1
+_EMPTIED = "/tmp/"  # noqa: S108 - refused, not used
 _SET_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
@@ -41,7 +42,8 @@ class HostSettings:
         "eagle3_gpu_host", "SSH connection", "Airflow connection of type `ssh` that leads to the GPU host."
     )
     root: str = setting(
-        "", "Root folder", "Absolute folder on the GPU host for everything that runs make; on a durable disk.",
+        "", "Root folder",
+        "Absolute folder on the GPU host for everything that runs make; on a durable disk.",
         examples=["/data/eagle3"],
     )  # fmt: skip
     python: str = setting(
@@ -67,7 +69,11 @@ class HostSettings:
         "A job that nobody has asked about for so long stops by itself after its current commit.", minimum=1,
     )  # fmt: skip
     poll_seconds: float = setting(
-        5.0, "Poll interval [s]", "How often running jobs are asked for their state.", minimum=0.2, maximum=600
+        5.0,
+        "Poll interval [s]",
+        "How often running jobs are asked for their state.",
+        minimum=0.2,
+        maximum=600,
     )
 
 
@@ -95,7 +101,11 @@ class DataSettings:
         minimum=1, maximum=1_048_576,
     )  # fmt: skip
     answer_temperature: float = setting(
-        0.0, "Answer temperature", "Sampling temperature of regenerated answers; 0: greedy.", minimum=0, maximum=5
+        0.0,
+        "Answer temperature",
+        "Sampling temperature of regenerated answers; 0: greedy.",
+        minimum=0,
+        maximum=5,
     )
     rows_per_answer_shard: int = setting(
         2000, "Rows per answer shard", "Conversations that one regenerate task answers.", minimum=1
@@ -106,7 +116,8 @@ class DataSettings:
         "they are, and otherwise proves the spans by rendering each turn's prompt.",
     )  # fmt: skip
     template_date: str = setting(
-        "2026-01-01", "Template date", "The day that chat templates see, YYYY-MM-DD: pinned, so that names stay.",
+        "2026-01-01", "Template date",
+        "The day that chat templates see, YYYY-MM-DD: pinned, so that names stay.",
     )  # fmt: skip
 
 
@@ -136,13 +147,19 @@ class ExtractionSettings:
     """How hidden states are captured and stored."""
 
     engine: Literal["huggingface"] = setting("huggingface", "Engine", "What runs the target model.")
-    rows_per_shard: int = setting(2000, "Rows per shard", "Samples that one extract task captures.", minimum=1)
+    rows_per_shard: int = setting(
+        2000, "Rows per shard", "Samples that one extract task captures.", minimum=1
+    )
     capture_batch_tokens: int = setting(
         8192, "Tokens a batch", "Upper bound of padded tokens in one forward pass.", minimum=16
     )
     segment_mb: int = setting(1024, "Segment size [MB]", "A segment is closed at about this size.", minimum=1)
     max_quarantine_percent: float = setting(
-        1.0, "Quarantine limit [%]", "More unusable samples in a shard than this fail it.", minimum=0, maximum=100
+        1.0,
+        "Quarantine limit [%]",
+        "More unusable samples in a shard than this fail it.",
+        minimum=0,
+        maximum=100,
     )
     verify_tier: Literal["quick", "sample", "full"] = setting(
         "sample", "Verification", "quick: receipts and sizes; sample: some checksums; full: all checksums."
@@ -173,11 +190,15 @@ class TrainingSettings:
     warmup_percent: float = setting(1.5, "Warm-up [%]", "Share of steps.", minimum=0, maximum=100)
     clip_norm: float = setting(1.0, "Gradient clip", "Largest norm of a step's gradient.", minimum=0)
     weight_decay: float = setting(0.0, "Weight decay", "AdamW's.", minimum=0, maximum=1)
-    ttt_steps: int = setting(7, "TTT steps", "Training-time test: steps unrolled in training.", minimum=1, maximum=16)
+    ttt_steps: int = setting(
+        7, "TTT steps", "Training-time test: steps unrolled in training.", minimum=1, maximum=16
+    )
     batch_tokens: int = setting(
         8192, "Tokens a process", "Upper bound of padded tokens in one process's share of a step.", minimum=16
     )
-    seed: int = setting(0, "Seed", "Of the order of samples and of fresh weights.", minimum=0, maximum=2**31 - 1)
+    seed: int = setting(
+        0, "Seed", "Of the order of samples and of fresh weights.", minimum=0, maximum=2**31 - 1
+    )
     checkpoint_minutes: float = setting(
         10.0, "Checkpoint interval [min]", "At most so much training is lost by a crash.", minimum=0.05
     )
@@ -187,7 +208,9 @@ class TrainingSettings:
 class EvaluationSettings:
     """How the draft model is judged before it is published."""
 
-    draft_steps: int = setting(3, "Draft steps", "Tokens that the draft model guesses each round.", minimum=1, maximum=16)
+    draft_steps: int = setting(
+        3, "Draft steps", "Tokens that the draft model guesses each round.", minimum=1, maximum=16
+    )
     evaluation_rows: int = setting(
         40, "Rows a set", "Conversations of each set that are answered.", minimum=1
     )
@@ -198,7 +221,7 @@ class EvaluationSettings:
     )  # fmt: skip
     evaluation_sets: tuple[EvaluationSet, ...] = setting(
         (), "Held-out sets",
-        "A list of objects: `name`, `path` (JSONL as the conversations) and, if it is a gate, `min_accept_length`.",
+        "A list of objects: `name`, `path` (JSONL as the conversations), and `min_accept_length` for a gate.",
     )  # fmt: skip
 
 
@@ -257,7 +280,9 @@ def settings_from_flat(values: Mapping[str, object]) -> Settings:
 def _bound_problems(settings: Settings) -> list[str]:
     problems: list[str] = []
     if settings.version != SETTINGS_VERSION:
-        problems.append(f"settings version {settings.version} was made by another release; this one reads {SETTINGS_VERSION}.")
+        problems.append(
+            f"settings version {settings.version} is another release's; this one reads {SETTINGS_VERSION}."
+        )
     for section, kind in SECTIONS.items():
         for field in dataclasses.fields(kind):
             value: object = getattr(getattr(settings, section), field.name)
@@ -280,8 +305,10 @@ def _rule_problems(settings: Settings) -> list[str]:
         *_path_problems("python", host.python, needed=False),
         *_path_problems("conversations_path", data.conversations_path, needed=True),
     ]
-    if host.root in ("/", "/tmp") or host.root.startswith("/tmp/"):
-        problems.append(f"root is {host.root!r}, which a reboot may empty. Choose a folder on a durable disk.")
+    if host.root == "/" or f"{host.root}/".startswith(_EMPTIED):
+        problems.append(
+            f"root is {host.root!r}, which a reboot may empty. Choose a folder on a durable disk."
+        )
     if not host.ssh_conn_id:
         problems.append("ssh_conn_id is empty. Name an Airflow connection of type ssh.")
     if not target.target_model:
@@ -297,7 +324,9 @@ def _rule_problems(settings: Settings) -> list[str]:
         problems.append(f"template_date is {data.template_date!r}, not of the form 2026-01-31.")
     layers = target.aux_layer_ids
     if layers is not None and (len(layers) != 3 or min(layers) < 0 or sorted(set(layers)) != list(layers)):
-        problems.append(f"aux_layer_ids is {list(layers)}; three different layers in ascending order are needed.")
+        problems.append(
+            f"aux_layer_ids is {list(layers)}; three different layers in ascending order are needed."
+        )
     heads, kv_heads = draft.draft_num_heads, draft.draft_num_kv_heads
     if heads and kv_heads and heads % kv_heads:
         problems.append(f"draft_num_heads {heads} is not a multiple of draft_num_kv_heads {kv_heads}.")

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,29 +44,33 @@ def temporary_sibling(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, *, is_durable: bool = True) -> None:
     """Write ``content`` so that readers see the old file or the whole new one, never a part.
 
     The folder is synced too: without that, a power cut can undo the rename after success
-    has been reported.
+    has been reported. What is not ``is_durable`` is not synced: heartbeats, which say
+    nothing after a power cut.
     """
     temporary = temporary_sibling(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if is_durable:
+        sync_folder(path.parent)
 
 
-def write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object, *, is_durable: bool = True) -> None:
     """Write a dataclass or plain value as JSON, atomically."""
-    write_atomically(path, (codec.dumps(value, indent=1) + "\n").encode("utf-8", "surrogatepass"))
+    content = (codec.dumps(value, indent=1) + "\n").encode("utf-8", "surrogatepass")
+    write_atomically(path, content, is_durable=is_durable)
 
 
 def read_json(kind: type[T], path: Path) -> T | None:
@@ -119,7 +123,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 @contextlib.contextmanager
-def file_lock(path: Path, *, is_blocking: bool = True) -> Iterator[int | None]:
+def file_lock(path: Path, *, is_blocking: bool = True) -> Generator[int | None]:
     """Hold an exclusive lock on ``path`` while the block runs; the kernel frees it on death.
 
     Yields:

@@ -1,1 +1,1 @@
-"""Airflow operators, triggers and sensors that drive the pipeline over SSH."""
+"""The orchestrator's side: Airflow operators, sensors and triggers over SSH. No torch, no numpy."""

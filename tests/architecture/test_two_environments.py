@@ -11,7 +11,12 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 def run_python(interpreter: Path | str, program: str, *flags: str) -> str:
     done = subprocess.run(
-        [interpreter, *flags, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=False, timeout=60
+        [interpreter, *flags, "-c", program],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     return done.stdout + done.stderr
 

@@ -29,17 +29,23 @@ from eagle3_tasks.contracts.jobs import (
 from eagle3_tasks.contracts.paths import RootLayout
 from eagle3_tasks.contracts.rows import RowRange, parse_row_range, split_rows
 
-ranges = st.tuples(st.integers(0, 10**9), st.integers(1, 10**6)).map(lambda p: RowRange(start=p[0], stop=sum(p)))
+ranges = st.tuples(st.integers(0, 10**9), st.integers(1, 10**6)).map(
+    lambda p: RowRange(start=p[0], stop=sum(p))
+)
 
 
 @given(st.text(), st.text(), st.text(), st.none() | ranges)
-def test_a_key_of_any_identifiers_is_a_safe_folder_name(dag: str, run: str, stage: str, rows: RowRange | None) -> None:
+def test_a_key_of_any_identifiers_is_a_safe_folder_name(
+    dag: str, run: str, stage: str, rows: RowRange | None
+) -> None:
     key = check_job_key(job_key(dag_id=dag, run_id=run, stage="s" + stage, rows=rows))
     assert re.fullmatch(r"[a-z0-9_-]{1,120}", key)
     assert check_run_key(run_key(dag_id=dag, run_id=run))
 
 
-@pytest.mark.parametrize("run_id", ["..", "-rf", "~", "a/b", "$(id)", "x; touch PWNED", "{{ 1+1 }}", "", "\n"])
+@pytest.mark.parametrize(
+    "run_id", ["..", "-rf", "~", "a/b", "$(id)", "x; touch PWNED", "{{ 1+1 }}", "", "\n"]
+)
 def test_run_ids_of_any_content_stay_under_root(run_id: str) -> None:
     path = RootLayout(PurePosixPath("/data")).run(run_key(dag_id="d", run_id=run_id))
     assert path.parent == PurePosixPath("/data/runs")
@@ -58,7 +64,9 @@ def test_different_identifiers_give_different_keys() -> None:
     assert len(keys) == 6
 
 
-@pytest.mark.parametrize("key", ["", "..", "a/../../etc-" + "0" * 24, "extract", "x-" + "0" * 23, "x-" + "0" * 24 + "\n"])
+@pytest.mark.parametrize(
+    "key", ["", "..", "a/../../etc-" + "0" * 24, "extract", "x-" + "0" * 23, "x-" + "0" * 24 + "\n"]
+)
 def test_what_is_no_key_never_becomes_a_path(key: str) -> None:
     with pytest.raises(RequestRefused):
         RootLayout(PurePosixPath("/data")).job(key)

@@ -48,7 +48,10 @@ def test_a_name_belongs_to_one_section_only() -> None:
         ({"extraction_gpus": 0}, "extraction_gpus is 0, but device is 'cuda'"),
         ({"aux_layer_ids": [3, 2, 1]}, "three different layers in ascending order"),
         ({"aux_layer_ids": [1, 2]}, "three different layers in ascending order"),
-        ({"answers": "regenerate", "max_tokens": 100, "answer_max_tokens": 100}, "leaves no room for a question"),
+        (
+            {"answers": "regenerate", "max_tokens": 100, "answer_max_tokens": 100},
+            "leaves no room for a question",
+        ),
         ({"template_date": "yesterday"}, "template_date is 'yesterday'"),
         ({"draft_num_heads": 8, "draft_num_kv_heads": 3}, "8 is not a multiple of"),
         ({"draft_head_dim": 33}, "rotary positions need an even size"),

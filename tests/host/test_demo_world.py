@@ -1,6 +1,7 @@
 """The demo's world: its text, its template, and a folder that is whole or absent."""
 
 import dataclasses
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -26,7 +27,7 @@ from demo.world_text import (
 )
 
 TINY = WorldSettings(
-    max_tokens=26,
+    max_tokens=24,
     num_reworded=8,
     num_new=4,
     min_exact_share=0.0,
@@ -89,7 +90,7 @@ def test_the_marks_hold_exactly_the_answers_and_their_end_tokens(
     mask = encoded["assistant_masks"]
     written = [i for i, flag in zip(encoded["input_ids"], mask, strict=True) if flag]
     assert tokenizer.decode(written) == "".join(answer + END for answer in answers)
-    assert sum(before < after for before, after in zip(mask, mask[1:], strict=False)) == len(answers)
+    assert sum(before < after for before, after in itertools.pairwise(mask)) == len(answers)
     # The newline behind an end-of-turn token is the template's.
     assert mask[-1] == 0
     assert tokenizer.decode(encoded["input_ids"][-1:]) == "\n"

@@ -1,1 +1,1 @@
-"""Connections to GPU hosts."""
+"""Connections to the GPU host, and the agent behind them."""

@@ -1,1 +1,1 @@
-"""Operators that run jobs on GPU hosts."""
+"""Operators: one remote job a task."""

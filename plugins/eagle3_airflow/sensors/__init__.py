@@ -1,1 +1,1 @@
-"""Sensors that ask GPU hosts."""
+"""Sensors: is the GPU host ready for the next stage?"""

@@ -1,1 +1,1 @@
-"""Triggers that wait for GPU hosts."""
+"""Triggers: what waits for the GPU host without a worker."""

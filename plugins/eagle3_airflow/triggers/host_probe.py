@@ -1,0 +1,68 @@
+"""Asks the GPU host again and again whether it is ready, and fires when it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+from eagle3_airflow.hooks.agent_link import ANSWER_SECONDS
+from eagle3_airflow.hooks.host_channel import HostChannel
+from eagle3_airflow.remote_command import HostAddress
+from eagle3_airflow.triggers.outage import wait_out
+from eagle3_tasks.contracts import codec
+from eagle3_tasks.contracts.errors import HostUnreachable, PipelineError
+from eagle3_tasks.contracts.jobs import ProbeBody
+from eagle3_tasks.contracts.stages import ProbeVerdict
+
+
+class HostProbeTrigger(BaseTrigger):
+    """Fires ``{"verdict": ProbeVerdict}`` or ``{"error": ErrorRecord}``; "cannot tell" is not ready."""
+
+    def __init__(
+        self,
+        *,
+        ssh_conn_id: str,
+        root: str,
+        python: str,
+        release: str,
+        spec: dict[str, Any],
+        poke_seconds: float,
+    ) -> None:
+        super().__init__()
+        self.address = HostAddress(ssh_conn_id=ssh_conn_id, root=root, python=python, release=release)
+        self.spec = spec
+        self.poke_seconds = poke_seconds
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        return (
+            f"{type(self).__module__}.{type(self).__qualname__}",
+            {**codec.to_plain(self.address), "spec": self.spec, "poke_seconds": self.poke_seconds},
+        )
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        try:
+            verdict = await self._poke_until_ready()
+        except PipelineError as problem:
+            yield TriggerEvent({"error": codec.to_plain(problem.record())})
+        else:
+            yield TriggerEvent({"verdict": codec.to_plain(verdict)})
+
+    async def _poke_until_ready(self) -> ProbeVerdict:
+        body = ProbeBody(spec=self.spec)
+        async with HostChannel.lease(self.address) as channel:
+            while True:
+                try:
+                    reply = await channel.request(
+                        "probe", body, seconds=body.deadline_seconds + ANSWER_SECONDS
+                    )
+                except HostUnreachable as problem:
+                    await wait_out(channel, problem, self.log)
+                    continue
+                verdict = codec.from_plain(ProbeVerdict, reply, where="probe")
+                self.log.info("%s", verdict.line)
+                if verdict.is_ready:
+                    return verdict
+                await asyncio.sleep(self.poke_seconds)

@@ -1,0 +1,55 @@
+"""Waits until an unreachable host answers, so that a submit can be tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+from eagle3_airflow.hooks.host_channel import HostChannel
+from eagle3_airflow.remote_command import HostAddress
+from eagle3_airflow.triggers.outage import wait_out
+from eagle3_tasks.contracts import codec
+from eagle3_tasks.contracts.errors import HostUnreachable, PipelineError
+
+
+class HostWaitTrigger(BaseTrigger):
+    """Fires ``{"attempt": n}`` once the host answers, be it with an error: the operator will see it.
+
+    ``attempt`` counts the submits that failed one after another; each waits longer, because
+    a host that answers triggers may still refuse operators.
+    """
+
+    def __init__(
+        self, *, ssh_conn_id: str, root: str, python: str, release: str, problem: str, attempt: int
+    ) -> None:
+        super().__init__()
+        self.address = HostAddress(ssh_conn_id=ssh_conn_id, root=root, python=python, release=release)
+        self.problem = problem
+        self.attempt = attempt
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        return (
+            f"{type(self).__module__}.{type(self).__qualname__}",
+            {**codec.to_plain(self.address), "problem": self.problem, "attempt": self.attempt},
+        )
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        try:
+            await self._wait()
+        except HostUnreachable as problem:
+            yield TriggerEvent({"error": codec.to_plain(problem.record())})
+            return
+        except PipelineError as problem:
+            self.log.info("host answers, with an error code=%s", problem.code)
+        yield TriggerEvent({"attempt": self.attempt})
+
+    async def _wait(self) -> None:
+        longest = HostChannel.last_retry_seconds
+        pause = min(HostChannel.first_retry_seconds * 2 ** min(self.attempt - 1, 16), longest)
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - not a secret
+        async with HostChannel.lease(self.address) as channel:
+            await wait_out(channel, HostUnreachable(self.problem), self.log)

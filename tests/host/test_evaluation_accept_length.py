@@ -1,0 +1,278 @@
+"""Accept length: the decoding loop, the walk over captured states, and that both agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from eagle3_tasks.contracts.errors import EngineProblem, InvalidInput
+from eagle3_tasks.contracts.run_records import EvaluationRecord, TrainingRecord
+from eagle3_tasks.contracts.settings import EvaluationSet, Settings
+from eagle3_tasks.data.dataset import Dataset
+from eagle3_tasks.draft.config import draft_config
+from eagle3_tasks.draft.export_stage import run_export_candidate
+from eagle3_tasks.draft.initialize import initialize_draft_model, random_draft_model
+from eagle3_tasks.draft.model import DraftModel
+from eagle3_tasks.draft.target_config import read_target_config
+from eagle3_tasks.draft.target_weights import read_target_weights
+from eagle3_tasks.draft.trained import TrainingResult, write_trained
+from eagle3_tasks.engines.decoder import Decoder
+from eagle3_tasks.engines.huggingface import HuggingFaceEngine
+from eagle3_tasks.evaluation import measure, speculative
+from eagle3_tasks.evaluation.measure import accept_length, acceptance_by_step, check_agreement, decode_set
+from eagle3_tasks.evaluation.question_sets import QuestionSet, training_questions
+from eagle3_tasks.evaluation.simulated import simulate_rounds
+from eagle3_tasks.evaluation.speculative import DraftChain, LoopTarget, decode_greedily, speculate
+from eagle3_tasks.evaluation.stage import run_evaluate
+from eagle3_tasks.training.batch import TrainedSample, collate
+from eagle3_tasks.training.loss import compute_sums
+from eagle3_tasks.training.teacher import make_teacher
+from tests.host.tiny_target import AUX_LAYER_IDS, NUM_LAYERS, VOCAB_SIZE, make_target
+from tests.host.training_world import DATASET, make_settings, make_world, some_vocabulary
+
+END_IDS = frozenset({2})
+MAX_NEW_TOKENS = 24
+DRAFT_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A target, a draft model that has learnt a little of it, and questions with greedy answers."""
+
+    settings: Settings
+    target: LoopTarget
+    draft: DraftModel
+    prompts: list[list[int]]
+    answers: list[tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("pair")
+    settings = make_settings(folder / "root", make_target(folder / "target"))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
+    target = LoopTarget(
+        model=model, decoder=Decoder(model, num_layers=NUM_LAYERS), aux_layer_ids=AUX_LAYER_IDS
+    )
+    chance = np.random.default_rng(8)
+    prompts = [chance.integers(7, VOCAB_SIZE, size=size).tolist() for size in (3, 5, 9, 12, 7, 4, 15, 6)]
+    answers = [
+        decode_greedily(target, prompt, max_new_tokens=MAX_NEW_TOKENS, end_ids=END_IDS) for prompt in prompts
+    ]
+    return Pair(
+        settings=settings,
+        target=target,
+        draft=learn(settings, prompts, answers),
+        prompts=prompts,
+        answers=answers,
+    )
+
+
+def learn(settings: Settings, prompts: list[list[int]], answers: list[tuple[int, ...]]) -> DraftModel:
+    """Train on half of the answers, so that guesses are sometimes right."""
+    weights, vocabulary = read_target_weights(settings), some_vocabulary()
+    config = draft_config(settings, read_target_config(settings))
+    draft = initialize_draft_model(config, weights, d2t=vocabulary.d2t_V, t2d=vocabulary.t2d_W, seed=0)
+    captured = HuggingFaceEngine.load(settings).capture(
+        [[*prompt, *answer] for prompt, answer in zip(prompts[::2], answers[::2], strict=True)]
+    )
+    batch = collate(
+        [
+            TrainedSample(
+                token_ids_T=one.token_ids.long(),
+                loss_mask_T=torch.arange(len(one.token_ids)) >= len(prompt),
+                aux_hidden_TAD=one.aux_hidden,
+                last_hidden_TD=one.last_hidden,
+            )
+            for one, prompt in zip(captured, prompts[::2], strict=True)
+        ]
+    )
+    teacher = make_teacher(weights, draft, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=8e-3)
+    for _ in range(150):
+        optimizer.zero_grad()
+        sums = compute_sums(draft, teacher, batch, DRAFT_STEPS)
+        (sums.loss / sums.num_valid).backward()
+        optimizer.step()
+    return draft.eval()
+
+
+def speculate_all(pair: Pair, draft: DraftModel) -> list[speculative.SpeculativeAnswer]:
+    return [
+        speculate(
+            pair.target,
+            draft,
+            prompt,
+            draft_steps=DRAFT_STEPS,
+            max_new_tokens=MAX_NEW_TOKENS,
+            end_ids=END_IDS,
+        )
+        for prompt in pair.prompts
+    ]
+
+
+def test_the_plain_loop_decodes_what_transformers_generates(pair: Pair) -> None:
+    config = GenerationConfig(
+        do_sample=False, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=[2], pad_token_id=0
+    )
+    for prompt, answer in zip(pair.prompts, pair.answers, strict=True):
+        generated = pair.target.model.generate(torch.tensor([prompt]), generation_config=config)
+        assert tuple(generated[0, len(prompt) :].tolist()) == answer
+
+
+def test_speculative_output_is_greedy_whether_the_draft_model_is_good_or_random(pair: Pair) -> None:
+    vocabulary = some_vocabulary()
+    random = random_draft_model(pair.draft.config, d2t=vocabulary.d2t_V, t2d=vocabulary.t2d_W, seed=6)
+    lengths: list[float] = []
+    for draft in (pair.draft, random):
+        found = speculate_all(pair, draft)
+        assert [one.ids for one in found] == pair.answers
+        lengths.append(accept_length([one.accepted for one in found], pair.answers))
+    assert lengths[0] > 1.3
+    assert lengths[1] < 1.1
+
+
+def test_the_walk_over_captured_states_takes_the_very_rounds_of_the_loop(pair: Pair) -> None:
+    looped = [one.accepted for one in speculate_all(pair, pair.draft)]
+    engine = HuggingFaceEngine.load(pair.settings)
+    walked = [
+        simulate_rounds(
+            pair.draft,
+            embedding_WD=read_target_weights(pair.settings).embedding_WD,
+            prompt_ids=prompt,
+            answer_ids=answer,
+            aux_hidden_TAD=engine.capture([[*prompt, *answer]])[0].aux_hidden,
+            draft_steps=DRAFT_STEPS,
+        )
+        for prompt, answer in zip(pair.prompts, pair.answers, strict=True)
+    ]
+    assert walked == looped
+    assert {accepted for answer in walked for accepted in answer} == {0, 1, 2, 3}
+
+
+def test_any_mixture_of_right_and_wrong_guesses_gives_the_greedy_answer_and_is_counted(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = np.random.default_rng(2)
+    for prompt, answer in zip(pair.prompts, pair.answers, strict=True):
+        wanted: list[int] = []
+        known = 1
+
+        def propose(
+            _self: DraftChain, _next: Sequence[int], _aux: object, steps: int,
+            *, answer: tuple[int, ...] = answer, wanted: list[int] = wanted,
+        ) -> list[int]:  # fmt: skip
+            nonlocal known
+            num_right = int(chance.integers(0, steps + 1))
+            guesses = [*answer[known : known + steps], *([0] * steps)][:steps]
+            for place in range(num_right, steps):
+                guesses[place] = (guesses[place] + 1) % VOCAB_SIZE
+            wanted.append(min(num_right, len(answer) - known))
+            known += num_right + 1
+            return guesses
+
+        monkeypatch.setattr(DraftChain, "propose", propose)
+        found = speculate(
+            pair.target, pair.draft, prompt, draft_steps=4, max_new_tokens=MAX_NEW_TOKENS, end_ids=END_IDS
+        )
+        assert found.ids == answer
+        assert list(found.accepted) == wanted
+
+
+def test_accept_length_is_tokens_a_round_and_acceptance_the_share_of_kept_guesses() -> None:
+    accepted = [(3, 0), (1,), ()]
+    answers = [(1,) * 6, (1,) * 3, (1,)]
+    assert accept_length(accepted, answers) == pytest.approx(7 / 3)
+    assert acceptance_by_step(accepted, 3) == pytest.approx((2 / 3, 1 / 3, 1 / 3))
+    assert accept_length([()], [(1,)]) == 1.0
+
+
+def test_rounds_that_differ_by_more_than_two_percent_are_refused() -> None:
+    check_agreement("new", 1019, 1000)
+    check_agreement("new", 12, 10)
+    with pytest.raises(EngineProblem, match="1021 rounds by captured states, 1000"):
+        check_agreement("new", 1021, 1000)
+
+
+def test_an_answer_that_is_not_the_targets_own_is_an_error_and_a_tie_is_not(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = 4
+    questions = QuestionSet(name="some", min_accept_length=None, prompts=(tuple(pair.prompts[0]),))
+    arguments = {
+        "draft_steps": 3, "max_new_tokens": MAX_NEW_TOKENS, "end_ids": END_IDS, "report": lambda _: None
+    }  # fmt: skip
+    real = measure.speculate
+
+    def wrong(*given: Any, **named: Any) -> speculative.SpeculativeAnswer:
+        answer = real(*given, **named)
+        ids = list(answer.ids)
+        ids[place] = 50 if ids[place] != 50 else 51
+        return dataclasses.replace(answer, ids=tuple(ids))
+
+    monkeypatch.setattr(measure, "speculate", wrong)
+    with pytest.raises(EngineProblem, match=f"leaves the target's own at token {place} "):
+        decode_set(pair.target, pair.draft, questions, **arguments)
+    monkeypatch.setattr(measure, "_TIE", {torch.float32: 1e9})
+    assert decode_set(pair.target, pair.draft, questions, **arguments).num_ties == 1
+
+
+def test_training_questions_end_where_the_first_trained_token_begins(tmp_path: Path) -> None:
+    context = make_world(tmp_path, num_rows=6)
+    dataset = Dataset(context.layout.dataset(DATASET))
+    questions = training_questions(dataset, context.settings.evaluation)
+    assert len(questions.prompts) == context.settings.evaluation.evaluation_rows == 4
+    halves = {tuple(dataset.token_ids(row)[: len(dataset.token_ids(row)) // 2].tolist()) for row in range(6)}
+    assert set(questions.prompts) <= halves
+
+
+def test_the_stage_judges_every_set_records_a_missed_gate_and_is_not_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "held_out.jsonl"
+    rows = [
+        {"conversations": [{"from": "human", "value": f"w{n} w{n + 1}"}, {"from": "gpt", "value": "w3"}]}
+        for n in (5, 6)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = [
+        {"name": "held_out", "path": str(path), "min_accept_length": 3.9},
+        {"name": "open", "path": str(path)},
+    ]
+    context = make_world(tmp_path, num_rows=6, evaluation_sets=sets, min_accept_length=0.5)
+    settings, training = context.settings, "e" * 24
+    weights, vocabulary = read_target_weights(settings), some_vocabulary()
+    config = draft_config(settings, read_target_config(settings))
+    draft = initialize_draft_model(config, weights, d2t=vocabulary.d2t_V, t2d=vocabulary.t2d_W, seed=0)
+    context.layout.training(training).mkdir(parents=True)
+    result = TrainingResult(
+        num_steps=1, num_samples=6, num_trained_tokens=9, final_loss=1.0, acceptance=(0.1,), seconds=1.0,
+        num_bytes=0, crc32=0,
+    )  # fmt: skip
+    write_trained(context.layout.training(training), draft.state_dict(), result)
+    context.write_record(TrainingRecord(training=training, num_steps=1, final_loss=1.0))
+    run_export_candidate(context)
+
+    report = run_evaluate(context)
+    record = context.read_record(EvaluationRecord)
+    assert [(one.name, one.num_rows, one.passed) for one in record.results] == [
+        ("training", 4, True), ("held_out", 2, False), ("open", 2, True),
+    ]  # fmt: skip
+    assert (record.passed, report["passed"], report["is_reused"]) == (False, False, False)
+    for one in record.results:
+        assert one.is_identical_to_greedy
+        assert one.simulated_accept_length == one.looped_accept_length
+        assert one.untrained_accept_length <= 1.1
+    assert run_evaluate(context)["is_reused"]
+    gone = dataclasses.replace(
+        settings.evaluation, evaluation_sets=(EvaluationSet(name="held_out", path=str(tmp_path / "gone")),)
+    )
+    spec = dataclasses.replace(context.spec, settings=dataclasses.replace(settings, evaluation=gone))
+    with pytest.raises(InvalidInput, match=r"'held_out': .*gone can't be read"):
+        run_evaluate(dataclasses.replace(context, spec=spec))
