@@ -12,7 +12,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import eagle3_tasks
@@ -24,6 +25,26 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def call_on_termination(action: Callable[[], None]) -> None:
+    """Run ``action`` in a thread as soon as SIGTERM arrives, then end this process.
+
+    A handler in Python would wait until the main thread comes back from a collective that
+    a dead rank will never join.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def wait() -> None:
+        while os.read(reader, 1) != bytes([signal.SIGTERM]):
+            pass
+        action()
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def start_processes(spec_path: Path, *, num_ranks: int, uses_cpu: bool) -> subprocess.Popen[bytes]:

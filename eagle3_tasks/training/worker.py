@@ -28,7 +28,7 @@ from eagle3_tasks.storage.capture import Capture
 from eagle3_tasks.training.collective import RankGroup
 from eagle3_tasks.training.loop import Training, run_training
 from eagle3_tasks.training.plan import TrainingPlan, make_training_plan
-from eagle3_tasks.training.processes import die_with_parent
+from eagle3_tasks.training.processes import call_on_termination, die_with_parent
 from eagle3_tasks.training.spec import ERRORS_FOLDER, PROGRESS_FILE, TrainingSpec
 from eagle3_tasks.training.teacher import make_teacher
 from eagle3_tasks.vocab.mapping import read_vocabulary
@@ -47,6 +47,11 @@ def main() -> int:
     logging.basicConfig(
         stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
     )
+    call_on_termination(
+        lambda: _leave_error(
+            spec_path.parent, rank, TrainingProblem(f"rank {rank} was stopped, since another one ended.")
+        )
+    )
     try:
         spec = read_json(TrainingSpec, spec_path)
         if spec is None:
@@ -57,8 +62,7 @@ def main() -> int:
     except Exception as error:
         known = translate(error, rank)
         logger.error("rank failed rank=%d error=%s", rank, known, exc_info=error)
-        errors = make_private_folder(spec_path.parent / ERRORS_FOLDER)
-        write_json(errors / f"rank-{rank}.json", known.record())
+        _leave_error(spec_path.parent, rank, known)
         # Not through the interpreter's end: waiting for the process group would hang here.
         sys.stdout.flush()
         os._exit(known.exit_code)
@@ -159,6 +163,10 @@ def translate(error: Exception, rank: int) -> PipelineError:
     return TrainingProblem(
         f"rank {rank}: {type(error).__name__}: {error}. Training continues from the last checkpoint."
     )
+
+
+def _leave_error(folder: Path, rank: int, error: PipelineError) -> None:
+    write_json(make_private_folder(folder / ERRORS_FOLDER) / f"rank-{rank}.json", error.record())
 
 
 def _join(kind: str) -> torch.device:

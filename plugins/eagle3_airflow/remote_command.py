@@ -133,10 +133,17 @@ class AnswerReader:
         """The last printed characters, for the message when no answer comes."""
 
     def feed(self, data: bytes) -> list[Answer]:
-        """Take more bytes and give the answers that they complete."""
+        """Take more bytes and give the answers that they complete.
+
+        Raises:
+            HostUnreachable: a frame is garbled; an answer that can't be read says nothing.
+        """
         text = self._decoder.decode(data)
         self.tail = (self.tail + text)[-TAIL_CHARACTERS:]
-        answers, self._rest = find_frames(self._nonce, self._rest + text)
+        try:
+            answers, self._rest = find_frames(self._nonce, self._rest + text)
+        except RequestRefused as error:
+            raise HostUnreachable(f"the host's answer is garbled: {error}") from error
         return answers
 
 

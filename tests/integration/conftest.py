@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,6 +126,14 @@ class AirflowTask:
         except TaskDeferred as deferral:
             self.deferrals.append(type(deferral.trigger).__name__)
             return None, deferral
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Let the event loop run until ``condition`` holds."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        await asyncio.sleep(0.02)
 
 
 async def first_event(trigger: Any) -> Any:

@@ -17,7 +17,7 @@ from eagle3_airflow.operators import remote_job as remote_job_operator
 from eagle3_airflow.operators.remote_job import RemoteJobOperator
 from eagle3_airflow.triggers import remote_job as remote_job_trigger
 from eagle3_tasks.contracts.jobs import JobStatus, PollItem
-from tests.integration.conftest import CONN_ID, AirflowTask, first_event
+from tests.integration.conftest import CONN_ID, AirflowTask, first_event, until
 from tests.integration.openssh import OpenSshServer, make_key
 
 Lines = Callable[[], list[str]]
@@ -47,13 +47,6 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit
-        await asyncio.sleep(0.02)
-
-
 def test_a_job_runs_once_its_log_and_report_arrive_and_a_clear_runs_it_again(
     sshd: OpenSshServer, shared_root: Path, tmp_path: Path, log_lines: Lines
 ) -> None:
@@ -68,7 +61,7 @@ def test_a_job_runs_once_its_log_and_report_arrive_and_a_clear_runs_it_again(
     assert task.ti.xcom == {"report": {"rows": 3}}
     lines = log_lines()
     assert [lines.count(line) for line in ("zwölf", "last line")] == [1, 1]
-    assert sum("job running" in line for line in lines) == 1
+    assert sum("job succeeded" in line for line in lines) == 1
     assert not any("Authentication" in line or "Connected (version" in line for line in lines)
 
     # Airflow crashed before it recorded the success: the next attempt gets the same report.

@@ -154,6 +154,12 @@ def test_answers_are_found_in_noise_that_arrives_byte_by_byte() -> None:
     assert found == wanted
 
 
+def test_a_garbled_answer_says_nothing_about_the_job() -> None:
+    for content in (b'{"state":"RUNNING"}', b'{"id": 1, "bo<noise>dy"', b""):
+        with pytest.raises(HostUnreachable, match="garbled"):
+            AnswerReader(NONCE).feed(b"<<<EAGLE:7f3a " + content + b" EAGLE:7f3a>>>")
+
+
 def test_half_a_surrogate_pair_is_refused_before_it_is_sent() -> None:
     request = Request(id=1, verb="hello", body={"text": json.loads('"\\ud800"')})
     with pytest.raises(RequestRefused, match="no character"):

@@ -84,13 +84,15 @@ def pipeline(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("pipeline")
     fault_file = folder / "faults.json"
     fault_file.write_text("[]")
-    with OpenSshServer(folder / "sshd", environment={"EAGLE3_FAULT_POINTS": str(fault_file)}) as sshd:
-        changed = OpenSshServer(folder / "other-sshd").host_key
+    sshd = OpenSshServer.make(folder / "sshd", {"EAGLE3_FAULT_POINTS": str(fault_file)})
+    other = OpenSshServer.make(folder / "other-sshd")
+    sshd.start()
+    try:
         services = AirflowServices(
             home=folder / "airflow",
             connections={
-                "eagle3_test_host": sshd.airflow_connection(),
-                "eagle3_changed_host": sshd.airflow_connection(host_key=changed),
+                "eagle3_test_host": json.loads(sshd.connection()),
+                "eagle3_changed_host": json.loads(sshd.connection(host_key=other.host_key)),
             },
             options=QUICK_RECOVERY,
             preferred_port=0,
@@ -102,3 +104,5 @@ def pipeline(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             yield pipeline
         finally:
             services.stop()
+    finally:
+        sshd.stop()

@@ -87,14 +87,13 @@ def test_clearing_that_shard_reruns_it_alone_and_survives_the_death_of_all_of_ai
 ) -> None:
     before = shards(pipeline.client, FIRST_RUN)
     # Slow enough to be killed in the middle.
-    pipeline.inject([{"point": "sample_captured", "match": FAILING_SHARD, "sleep_seconds": 0.06}])
+    pipeline.inject([{"point": "sample_written", "match": FAILING_SHARD, "sleep_seconds": 0.06}])
     pipeline.client.clear(DAG_ID, FIRST_RUN, "extract", FAILING_INDEX, include_downstream=True)
 
-    def is_running() -> bool:
-        folders = pipeline.root.glob("jobs/extract-000150_000300-*/gen-0002/progress.json")
-        return any(json.loads(path.read_text())["done"] > 5 for path in folders)
+    def is_writing() -> bool:
+        return bool(list(pipeline.root.glob(f"captures/*/{FAILING_SHARD}/.segment-*.tmp")))
 
-    wait_for(is_running, seconds=90, what="the cleared shard extracts")
+    wait_for(is_writing, seconds=90, what="the cleared shard writes its first segment")
     pipeline.services.kill()
     pipeline.start_airflow()
     assert pipeline.wait(FIRST_RUN) == "success"

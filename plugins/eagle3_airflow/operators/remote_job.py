@@ -247,7 +247,10 @@ class RemoteJobOperator(BaseOperator):
             self._succeeded = status
             report = status.report or {}
             cast("Any", context)["ti"].xcom_push(key=REPORT_KEY, value=dict(report))
-            return self.value_of(report)
+            try:
+                return self.value_of(report)
+            except PipelineError as problem:
+                raise to_airflow(problem) from problem
         reason = f"{error} {status.detail}"
         if status.state == JobState.CANCELLED and is_cancel_of_another(current_attempt(context).id, reason):
             # A clear ended the attempt before this one, and this one had joined its job.

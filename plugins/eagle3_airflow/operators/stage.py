@@ -82,7 +82,12 @@ class StageOperator(RemoteJobOperator):
         )
 
     def value_of(self, report: Mapping[str, Any]) -> Any:
-        return report["shards"] if self.returns == "shards" else dict(report)
+        if self.returns == "report":
+            return dict(report)
+        shards = report.get("shards")
+        if not isinstance(shards, list):
+            raise RequestRefused(f"the report of stage {self.stage} lists no shards to map over.")
+        return shards
 
 
 class SetupHostOperator(StageOperator):
@@ -123,9 +128,10 @@ def _shard(shard: Sequence[Any], settings: Settings) -> RowRange:
         RequestRefused: it names a host that the run's form does not; a report must not be
             able to lead Airflow to another connection.
     """
+    rows = _row_range(shard)
     if shard[2] not in ("", None, settings.host.ssh_conn_id):
         raise RequestRefused(
             f"shard {list(shard)!r} is for connection {shard[2]!r}, "
             f"but the run uses {settings.host.ssh_conn_id!r}."
         )
-    return _row_range(shard)
+    return rows

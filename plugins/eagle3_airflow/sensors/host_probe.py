@@ -18,7 +18,13 @@ from eagle3_airflow.remote_command import HostAddress
 from eagle3_airflow.retries import MAX_RETRY_DELAY, RETRIES, RETRY_DELAY
 from eagle3_airflow.triggers.host_probe import HostProbeTrigger
 from eagle3_tasks.contracts import codec
-from eagle3_tasks.contracts.errors import ErrorRecord, HostUnreachable, PipelineError, error_from_record
+from eagle3_tasks.contracts.errors import (
+    ErrorRecord,
+    HostUnreachable,
+    NodeProblem,
+    PipelineError,
+    error_from_record,
+)
 from eagle3_tasks.contracts.jobs import run_key
 from eagle3_tasks.contracts.stages import ProbeKind, ProbeSpec, ProbeVerdict, StageSpec
 
@@ -70,6 +76,8 @@ class HostProbeSensor(BaseSensorOperator):
                 verdict = session.probe(spec)
         except HostUnreachable as error:
             self.log.warning("host unreachable, the sensor waits: %s", error)
+        except NodeProblem as error:
+            self.log.warning("cannot tell, the sensor waits: %s", error)
         except PipelineError as error:
             raise to_airflow(error) from error
         else:

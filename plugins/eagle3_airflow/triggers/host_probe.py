@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
-
-from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from eagle3_airflow.hooks.agent_link import ANSWER_SECONDS
 from eagle3_airflow.hooks.host_channel import HostChannel
-from eagle3_airflow.remote_command import HostAddress
+from eagle3_airflow.triggers.host_trigger import HostTrigger
 from eagle3_airflow.triggers.outage import wait_out
 from eagle3_tasks.contracts import codec
-from eagle3_tasks.contracts.errors import HostUnreachable, PipelineError
+from eagle3_tasks.contracts.errors import HostUnreachable, NodeProblem
 from eagle3_tasks.contracts.jobs import ProbeBody
 from eagle3_tasks.contracts.stages import ProbeVerdict
 
 
-class HostProbeTrigger(BaseTrigger):
+class HostProbeTrigger(HostTrigger):
     """Fires ``{"verdict": ProbeVerdict}`` or ``{"error": ErrorRecord}``; "cannot tell" is not ready."""
 
     def __init__(
@@ -31,24 +28,15 @@ class HostProbeTrigger(BaseTrigger):
         spec: dict[str, Any],
         poke_seconds: float,
     ) -> None:
-        super().__init__()
-        self.address = HostAddress(ssh_conn_id=ssh_conn_id, root=root, python=python, release=release)
+        super().__init__(ssh_conn_id=ssh_conn_id, root=root, python=python, release=release)
         self.spec = spec
         self.poke_seconds = poke_seconds
 
-    def serialize(self) -> tuple[str, dict[str, Any]]:
-        return (
-            f"{type(self).__module__}.{type(self).__qualname__}",
-            {**codec.to_plain(self.address), "spec": self.spec, "poke_seconds": self.poke_seconds},
-        )
+    def arguments(self) -> dict[str, Any]:
+        return {"spec": self.spec, "poke_seconds": self.poke_seconds}
 
-    async def run(self) -> AsyncIterator[TriggerEvent]:
-        try:
-            verdict = await self._poke_until_ready()
-        except PipelineError as problem:
-            yield TriggerEvent({"error": codec.to_plain(problem.record())})
-        else:
-            yield TriggerEvent({"verdict": codec.to_plain(verdict)})
+    async def wait(self) -> dict[str, Any]:
+        return {"verdict": codec.to_plain(await self._poke_until_ready())}
 
     async def _poke_until_ready(self) -> ProbeVerdict:
         body = ProbeBody(spec=self.spec)
@@ -60,6 +48,13 @@ class HostProbeTrigger(BaseTrigger):
                     )
                 except HostUnreachable as problem:
                     await wait_out(channel, problem, self.log)
+                    continue
+                except NodeProblem as problem:
+                    if channel.is_over:
+                        raise
+                    # A probe that hangs on a sick disk tells nothing, and nothing is never "ready".
+                    self.log.warning("cannot tell: %s", problem)
+                    await asyncio.sleep(self.poke_seconds)
                     continue
                 verdict = codec.from_plain(ProbeVerdict, reply, where="probe")
                 self.log.info("%s", verdict.line)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
-from airflow.triggers.base import BaseTrigger, TriggerEvent
-
 from eagle3_airflow.hooks.host_channel import HostChannel
-from eagle3_airflow.remote_command import HostAddress
+from eagle3_airflow.triggers.host_trigger import HostTrigger
 from eagle3_airflow.triggers.outage import wait_out
-from eagle3_tasks.contracts import codec
 from eagle3_tasks.contracts.errors import HostUnreachable, PipelineError
 
 
-class HostWaitTrigger(BaseTrigger):
+class HostWaitTrigger(HostTrigger):
     """Fires ``{"attempt": n}`` once the host answers, be it with an error: the operator will see it.
 
     ``attempt`` counts the submits that failed one after another; each waits longer, because
@@ -26,28 +22,23 @@ class HostWaitTrigger(BaseTrigger):
     def __init__(
         self, *, ssh_conn_id: str, root: str, python: str, release: str, problem: str, attempt: int
     ) -> None:
-        super().__init__()
-        self.address = HostAddress(ssh_conn_id=ssh_conn_id, root=root, python=python, release=release)
+        super().__init__(ssh_conn_id=ssh_conn_id, root=root, python=python, release=release)
         self.problem = problem
         self.attempt = attempt
 
-    def serialize(self) -> tuple[str, dict[str, Any]]:
-        return (
-            f"{type(self).__module__}.{type(self).__qualname__}",
-            {**codec.to_plain(self.address), "problem": self.problem, "attempt": self.attempt},
-        )
+    def arguments(self) -> dict[str, Any]:
+        return {"problem": self.problem, "attempt": self.attempt}
 
-    async def run(self) -> AsyncIterator[TriggerEvent]:
+    async def wait(self) -> dict[str, Any]:
         try:
-            await self._wait()
-        except HostUnreachable as problem:
-            yield TriggerEvent({"error": codec.to_plain(problem.record())})
-            return
+            await self._wait_out()
+        except HostUnreachable:
+            raise
         except PipelineError as problem:
             self.log.info("host answers, with an error code=%s", problem.code)
-        yield TriggerEvent({"attempt": self.attempt})
+        return {"attempt": self.attempt}
 
-    async def _wait(self) -> None:
+    async def _wait_out(self) -> None:
         longest = HostChannel.last_retry_seconds
         pause = min(HostChannel.first_retry_seconds * 2 ** min(self.attempt - 1, 16), longest)
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - not a secret

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 from airflow.sdk.execution_time.xcom import XCom
-from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from eagle3_airflow.attempt import Attempt, attempt_of
 from eagle3_airflow.hooks.host_channel import HostChannel, JobUnknown
 from eagle3_airflow.job_follower import JobFollower
-from eagle3_airflow.remote_command import HostAddress
+from eagle3_airflow.triggers.host_trigger import HostTrigger
 from eagle3_airflow.triggers.outage import wait_out
 from eagle3_tasks.contracts import codec
 from eagle3_tasks.contracts.errors import HostUnreachable, PipelineError
@@ -31,7 +29,7 @@ _cancelling: set[asyncio.Task[None]] = set()
 """Keeps the tasks alive that bring a cancel to a host: the event loop itself does not."""
 
 
-class RemoteJobTrigger(BaseTrigger):
+class RemoteJobTrigger(HostTrigger):
     """Follows one job. Fires ``{"status": JobStatus}`` or ``{"error": ErrorRecord}``, as plain JSON.
 
     It never acknowledges and, unless a user acts on the task, never cancels: its death or
@@ -49,32 +47,18 @@ class RemoteJobTrigger(BaseTrigger):
         generation: int,
         poll_seconds: float,
     ) -> None:
-        super().__init__()
-        self.address = HostAddress(ssh_conn_id=ssh_conn_id, root=root, python=python, release=release)
+        super().__init__(ssh_conn_id=ssh_conn_id, root=root, python=python, release=release)
         self.key = key
         self.generation = generation
         self.poll_seconds = poll_seconds
         self._last_progress: dict[str, Any] | None = None
         self._next_progress = 0.0
 
-    def serialize(self) -> tuple[str, dict[str, Any]]:
-        return (
-            f"{type(self).__module__}.{type(self).__qualname__}",
-            {
-                **codec.to_plain(self.address),
-                "key": self.key,
-                "generation": self.generation,
-                "poll_seconds": self.poll_seconds,
-            },
-        )
+    def arguments(self) -> dict[str, Any]:
+        return {"key": self.key, "generation": self.generation, "poll_seconds": self.poll_seconds}
 
-    async def run(self) -> AsyncIterator[TriggerEvent]:
-        try:
-            status = await self._follow()
-        except PipelineError as problem:
-            yield TriggerEvent({"error": codec.to_plain(problem.record())})
-        else:
-            yield TriggerEvent({"status": codec.to_plain(status)})
+    async def wait(self) -> dict[str, Any]:
+        return {"status": codec.to_plain(await self._follow())}
 
     async def _follow(self) -> JobStatus:
         follower = JobFollower(self.key, self.generation)
