@@ -97,10 +97,12 @@ class AirflowClient:
             f"?map_index={map_index}&full_content=true"
         )
         answer = self.request("GET", path)
-        content = answer["content"] if answer else []
-        return "\n".join(
-            str(line.get("event", "")) if isinstance(line, dict) else str(line) for line in content
-        )
+        lines: list[str] = []
+        for line in answer["content"] if answer else []:
+            lines.append(str(line.get("event", "")) if isinstance(line, dict) else str(line))
+            for part in (line.get("error_detail") or []) if isinstance(line, dict) else []:
+                lines.append(f"{part['exc_type']}: {part['exc_value']}")
+        return "\n".join(lines)
 
     def clear(
         self, dag_id: str, run_id: str, task_id: str, map_index: int | None = None, **options: Any

@@ -66,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(run_bench_store(parsed.folder), indent=None if parsed.json else 1))
         return 0
     os.umask(0o077)
+    # Threads that spin while they wait for one another take the cores from every other process:
+    # on a busy host an evaluation took 2.3 times as long, on a quiet one nothing is lost.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     logging.basicConfig(
         stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
     )

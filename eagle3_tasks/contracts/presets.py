@@ -23,7 +23,7 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
         "capture_batch_tokens": 16384,
         "segment_mb": 16,
         "draft_vocab_size": 1024,
-        "epochs": 30,
+        "epochs": 24,
         "learning_rate": 4e-3,
         "ttt_steps": 3,
         "batch_tokens": 384,

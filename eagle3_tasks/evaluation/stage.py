@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 EVALUATION_VERSION = 1
 EVALUATIONS_FOLDER = "evaluations"
 _ANSWERS_AT_ONCE = 8
+_NARROW_HIDDEN_SIZE = 512
 
 
 def run_evaluate(context: StageContext) -> dict[str, Any]:
@@ -72,7 +74,8 @@ def run_evaluate(context: StageContext) -> dict[str, Any]:
     record = read_json(EvaluationRecord, path)
     is_reused = record is not None
     if record is None:
-        results = _evaluate(context, plan, training_folder / CANDIDATE_FOLDER)
+        with _threads_for(plan.hidden_size):
+            results = _evaluate(context, plan, training_folder / CANDIDATE_FOLDER)
         record = EvaluationRecord(
             training=training.training, results=tuple(results), passed=all(one.passed for one in results)
         )
@@ -87,6 +90,22 @@ def run_evaluate(context: StageContext) -> dict[str, Any]:
         "passed": record.passed,
         "results": [codec.to_plain(one) for one in record.results],
     }
+
+
+@contextlib.contextmanager
+def _threads_for(hidden_size: int) -> Iterator[None]:
+    """Keep a narrow target on one thread while the block runs.
+
+    Decoding one token at a time, its products are too small to share: where other
+    processes use the cores, the threads wait for each other many times longer than they compute.
+    """
+    before = torch.get_num_threads()
+    if hidden_size <= _NARROW_HIDDEN_SIZE:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _evaluation_digest(settings: Settings) -> str:
@@ -183,9 +202,10 @@ def _simulate_all(
         torch.cuda.empty_cache()
     engine = HuggingFaceEngine.load(settings)
     embedding_WD = read_target_weights(settings).embedding_WD
-    draft = draft.cpu()
-    untrained = random_draft_model(draft.config, d2t=draft.d2t, t2d=draft.t2d, seed=0).to(
-        draft.fc.weight.dtype
+    # Where decoding left it: on the card, if there is one.
+    weight = draft.fc.weight
+    untrained = random_draft_model(draft.config, d2t=draft.d2t.cpu(), t2d=draft.t2d.cpu(), seed=0).to(
+        weight.device, weight.dtype
     )
     steps = settings.evaluation.draft_steps
     results: list[EvaluationResult] = []

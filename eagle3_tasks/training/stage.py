@@ -42,6 +42,7 @@ from eagle3_tasks.training.worker import plan_of, usable_rows
 
 logger = logging.getLogger(__name__)
 
+LOCK_FILE = "lock"
 _POLL_SECONDS = 0.5
 _TERMINATE_SECONDS = 10.0
 
@@ -63,7 +64,8 @@ def run_train(context: StageContext) -> dict[str, Any]:
     capture.load_index()
     digest = training_digest(context, plan_record, vocabulary, dataset, capture)
     folder = make_private_folder(context.layout.training(digest))
-    with file_lock(folder / "lock") as lock:
+    _tell_if_busy(folder / LOCK_FILE, digest)
+    with file_lock(folder / LOCK_FILE) as lock:
         if lock is not None:
             # torchrun holds it too: a second training of the same name waits for both.
             os.set_inheritable(lock, True)
@@ -124,6 +126,12 @@ def training_digest(
             settings["host"]["device"],
         ]
     )  # fmt: skip
+
+
+def _tell_if_busy(lock_path: Path, digest: str) -> None:
+    with file_lock(lock_path, is_blocking=False) as lock:
+        if lock is None:
+            logger.info("another job trains this already, waiting for it training=%s", digest)
 
 
 def _train(
@@ -208,7 +216,7 @@ def _check_cards(spec: TrainingSpec) -> None:
         return
     import torch
 
-    # Counted through the driver's library: no context is made on any card.
+    # Counting makes no context on any card.
     num_cards = torch.cuda.device_count()
     if num_cards < spec.num_ranks:
         raise GpuProblem(
