@@ -97,12 +97,7 @@ class AirflowClient:
             f"?map_index={map_index}&full_content=true"
         )
         answer = self.request("GET", path)
-        lines: list[str] = []
-        for line in answer["content"] if answer else []:
-            lines.append(str(line.get("event", "")) if isinstance(line, dict) else str(line))
-            for part in (line.get("error_detail") or []) if isinstance(line, dict) else []:
-                lines.append(f"{part['exc_type']}: {part['exc_value']}")
-        return "\n".join(lines)
+        return "\n".join(_log_text(line) for line in (answer["content"] if answer else []))
 
     def clear(
         self, dag_id: str, run_id: str, task_id: str, map_index: int | None = None, **options: Any
@@ -115,3 +110,10 @@ class AirflowClient:
 
 def _quote(text: str) -> str:
     return urllib.parse.quote(text, safe="")
+
+
+def _log_text(line: Any) -> str:
+    if not isinstance(line, dict):
+        return str(line)
+    causes = [f"{one['exc_type']}: {one['exc_value']}" for one in line.get("error_detail") or []]
+    return "\n".join([str(line.get("event", "")), *causes])

@@ -18,7 +18,8 @@ HERE = Path(__file__).parent
 LOCKS: dict[str, dict[Path, tuple[str, ...]]] = {
     "host": {
         HERE.parent / "eagle3_tasks/host_requirements.lock": (
-            "torch", "transformers", "safetensors", "numpy", "accelerate", "tiktoken", "psutil", "nvidia-ml-py", "jinja2",
+            "torch", "transformers", "safetensors", "numpy", "accelerate", "tiktoken", "psutil",
+            "nvidia-ml-py", "jinja2",
         ),
         HERE / "host-development.txt": (
             "pytest", "pytest-timeout", "hypothesis", "coverage", "chatterbot-corpus", "pyyaml",

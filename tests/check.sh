@@ -7,5 +7,5 @@ $bin/ruff format --check --quiet .
 $bin/ruff check --quiet .
 $bin/basedpyright --level error
 PYTHONPATH=.:plugins $bin/lint-imports --no-cache >.tmp/lint-imports.log 2>&1 || { tail -n 40 .tmp/lint-imports.log; exit 1; }
-$bin/codespell README.md CHANGELOG.md CONTRIBUTING.md docs dags plugins eagle3_tasks demo tests docker
+$bin/codespell --ignore-words-list nmae,nam README.md CHANGELOG.md CONTRIBUTING.md docs dags plugins eagle3_tasks demo tests docker
 echo "check: clean"

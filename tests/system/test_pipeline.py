@@ -1,7 +1,7 @@
 """The whole DAG in a real Airflow, over a real sshd, with the demo's target.
 
 One Airflow and one ROOT serve all tests of this file, in their order: a later test
-re-uses what an earlier one made, as a user's second run does.
+reuses what an earlier one made, as a user's second run does.
 """
 
 import json
