@@ -31,7 +31,7 @@ LOCKS: dict[str, dict[Path, tuple[str, ...]]] = {
             "paramiko",
         ),
         HERE / "orchestrator-development.txt": (
-            "pytest", "pytest-timeout", "pytest-asyncio", "hypothesis", "coverage", "ruff", "basedpyright",
+            "pytest", "pytest-timeout", "hypothesis", "coverage", "ruff", "basedpyright",
             "import-linter", "codespell", "build",
         ),
     },

@@ -6,9 +6,11 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from eagle3_tasks.contracts.errors import RequestRefused
+from eagle3_tasks.contracts.errors import InvalidSettings, RequestRefused
 
 MINIMUM_ROW_DIGITS = 6
+MAX_SHARDS = 1024
+"""Airflow's default ``[core] max_map_length``: more mapped tasks are refused there."""
 _PATTERN = re.compile(r"rows_(\d{6,})-(\d{6,})")
 
 
@@ -57,3 +59,18 @@ def split_rows(num_rows: int, rows_per_shard: int) -> Iterator[RowRange]:
     """
     for start in range(0, num_rows, rows_per_shard):
         yield RowRange(start=start, stop=min(start + rows_per_shard, num_rows))
+
+
+def choose_shards(num_rows: int, rows_per_shard: int, *, setting: str) -> tuple[RowRange, ...]:
+    """Cut ``num_rows`` into shards that Airflow can map over.
+
+    Raises:
+        InvalidSettings: they are too many; the message proposes a value for ``setting``.
+    """
+    num_shards = -(-num_rows // rows_per_shard)
+    if num_shards > MAX_SHARDS:
+        raise InvalidSettings(
+            f"{num_rows} rows with {setting} {rows_per_shard} make {num_shards} shards; Airflow maps at most "
+            f"{MAX_SHARDS}. Set {setting} to at least {-(-num_rows // MAX_SHARDS)}."
+        )
+    return tuple(split_rows(num_rows, rows_per_shard))

@@ -21,9 +21,9 @@ import numpy as np
 from eagle3_tasks.contracts.errors import DamagedData, RequestRefused
 from eagle3_tasks.contracts.rows import RowRange
 from eagle3_tasks.data.conversations import Conversation, ConversationReader, Message
-from eagle3_tasks.data.sealed_folder import check_sealed
 from eagle3_tasks.data.source_lines import Reject
 from eagle3_tasks.host.files import read_json, write_json
+from eagle3_tasks.host.sealed_folder import check_sealed
 
 ROWS_FILE = "rows.jsonl"
 OFFSETS_FILE = "row_offsets.npy"

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle3_tasks.contracts.errors import DamagedData
-from eagle3_tasks.data.sealed_folder import check_sealed
+from eagle3_tasks.host.sealed_folder import check_sealed
 
 TOKENS_FILE = "tokens.safetensors"
 STATISTICS_FILE = "statistics.json"

@@ -30,10 +30,10 @@ from eagle3_tasks.data.conversations_folder import ConversationsFolder
 from eagle3_tasks.data.dataset import REJECTS_FILE, STATISTICS_FILE, DatasetWriter, sample_name
 from eagle3_tasks.data.masks import MaskedSample, Unusable, mask_conversations
 from eagle3_tasks.data.progress import ProgressClock
-from eagle3_tasks.data.sealed_folder import building, check_sealed
 from eagle3_tasks.data.template import ChatTemplate
 from eagle3_tasks.data.tokenizer_files import tokenizer_fingerprint
 from eagle3_tasks.host.files import read_json, write_json
+from eagle3_tasks.host.sealed_folder import building, check_sealed
 from eagle3_tasks.host.stage_context import StageContext
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_tasks.contracts.digests import digest_of
-from eagle3_tasks.contracts.errors import InvalidInput, InvalidSettings
-from eagle3_tasks.contracts.rows import split_rows
+from eagle3_tasks.contracts.errors import InvalidInput
+from eagle3_tasks.contracts.rows import choose_shards
 from eagle3_tasks.contracts.run_records import ConversationsRecord
 from eagle3_tasks.contracts.settings import Settings
 from eagle3_tasks.data.conversations import POLICY_VERSION, ConversationReader, check_source
@@ -25,13 +25,12 @@ from eagle3_tasks.data.conversations_folder import (
     write_conversations,
 )
 from eagle3_tasks.data.progress import ProgressClock
-from eagle3_tasks.data.sealed_folder import building
+from eagle3_tasks.host.sealed_folder import building
 from eagle3_tasks.host.stage_context import StageContext
 
 logger = logging.getLogger(__name__)
 
 STAGE = "read-conversations"
-MAX_SHARDS = 1024
 """Airflow's ``[core] max_map_length``: more mapped tasks than this are refused."""
 _HASH_BLOCK_BYTES = 1 << 22
 _REJECTS_NAMED = 3
@@ -158,11 +157,5 @@ def _judge(
 def _answer_shards(settings: Settings, num_rows: int) -> list[list[object]]:
     if settings.data.answers == "dataset":
         return []
-    rows_per_shard = settings.data.rows_per_answer_shard
-    ranges = list(split_rows(num_rows, rows_per_shard))
-    if len(ranges) > MAX_SHARDS:
-        raise InvalidSettings(
-            f"{num_rows} conversations in shards of {rows_per_shard} make {len(ranges)} tasks; Airflow maps "
-            f"at most {MAX_SHARDS}. Set rows_per_answer_shard to at least {-(-num_rows // MAX_SHARDS)}."
-        )
+    ranges = choose_shards(num_rows, settings.data.rows_per_answer_shard, setting="rows_per_answer_shard")
     return [[rows.start, rows.stop, settings.host.ssh_conn_id] for rows in ranges]

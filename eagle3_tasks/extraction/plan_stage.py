@@ -12,10 +12,11 @@ import numpy as np
 import eagle3_tasks
 from eagle3_tasks.contracts.digests import release_digest
 from eagle3_tasks.contracts.errors import InvalidInput, InvalidSettings
-from eagle3_tasks.contracts.rows import RowRange, split_rows
+from eagle3_tasks.contracts.rows import choose_shards
 from eagle3_tasks.contracts.run_records import DatasetRecord, PlanRecord
 from eagle3_tasks.contracts.settings import Settings
 from eagle3_tasks.data.dataset import Dataset
+from eagle3_tasks.draft.aux_layers import aux_layer_entries
 from eagle3_tasks.engines.interface import TargetDescription
 from eagle3_tasks.engines.target_folder import read_target_description
 from eagle3_tasks.extraction.capture_facts import (
@@ -30,9 +31,6 @@ from eagle3_tasks.storage.sample import bytes_per_token
 from eagle3_tasks.storage.segment_format import ITEM_SIZES
 
 logger = logging.getLogger(__name__)
-
-MAX_SHARDS = 1024
-"""Airflow's default ``[core] max_map_length``: more mapped tasks are refused there."""
 
 
 def run_plan(context: StageContext) -> dict[str, Any]:
@@ -50,11 +48,14 @@ def run_plan(context: StageContext) -> dict[str, Any]:
     description = read_target_description(settings)
     check_loadable(settings)
     facts = resolve_capture(settings, description)
+    # Layers that no engine can serve are refused now, not after the hours of extraction.
+    model_type = str(description.text_config.get("model_type", description.model_type))
+    aux_layer_entries(facts.aux_layer_ids, description.num_layers, model_type)
     distinct = count_distinct_trained_tokens(dataset, description.vocab_size)
     check_draft_vocab_size(
         settings.draft.draft_vocab_size, distinct=distinct, vocab_size=description.vocab_size
     )
-    shards = choose_shards(dataset.num_samples, settings.extraction.rows_per_shard)
+    shards = choose_shards(dataset.num_samples, settings.extraction.rows_per_shard, setting="rows_per_shard")
     folder = context.layout.capture(facts.digest)
     forecast, missing, num_missing = _forecast(dataset, description, facts, folder)
     record = PlanRecord(
@@ -128,21 +129,6 @@ def check_draft_vocab_size(draft_vocab_size: int, *, distinct: int, vocab_size: 
             f"only {distinct} distinct tokens occur under the loss mask, but the draft vocabulary needs "
             f"{draft_vocab_size}. Extract more rows or set draft_vocab_size to at most {distinct}."
         )
-
-
-def choose_shards(num_samples: int, rows_per_shard: int) -> tuple[RowRange, ...]:
-    """Cut the samples into shards.
-
-    Raises:
-        InvalidSettings: more shards than Airflow maps; the message proposes a size.
-    """
-    num_shards = -(-num_samples // rows_per_shard)
-    if num_shards > MAX_SHARDS:
-        raise InvalidSettings(
-            f"{num_samples} samples at {rows_per_shard} rows a shard make {num_shards} shards; Airflow maps "
-            f"at most {MAX_SHARDS}. Set rows_per_shard to at least {-(-num_samples // MAX_SHARDS)}."
-        )
-    return tuple(split_rows(num_samples, rows_per_shard))
 
 
 def _bytes_per_token(description: TargetDescription, facts: CaptureFacts) -> int:

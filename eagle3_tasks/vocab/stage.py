@@ -12,9 +12,9 @@ from safetensors.torch import save
 from eagle3_tasks.contracts.digests import digest_of
 from eagle3_tasks.contracts.run_records import PlanRecord, VocabularyRecord
 from eagle3_tasks.data.dataset import Dataset
-from eagle3_tasks.data.sealed_folder import building, is_sealed
 from eagle3_tasks.data.template import ChatTemplate
 from eagle3_tasks.host.files import read_json, write_atomically, write_json
+from eagle3_tasks.host.sealed_folder import building, is_sealed
 from eagle3_tasks.host.stage_context import StageContext
 from eagle3_tasks.vocab.mapping import (
     VOCABULARY_FILE,

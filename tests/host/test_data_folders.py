@@ -15,7 +15,7 @@ from eagle3_tasks.data.answers_folder import AnsweredConversation, AnsweredTurn,
 from eagle3_tasks.data.conversations import ConversationReader
 from eagle3_tasks.data.conversations_folder import ConversationsFolder, write_conversations
 from eagle3_tasks.data.dataset import Dataset, DatasetWriter, sample_name
-from eagle3_tasks.data.sealed_folder import building, check_sealed, is_sealed
+from eagle3_tasks.host.sealed_folder import building, check_sealed, is_sealed
 
 
 def answer(name: str, *ids: int) -> AnsweredConversation:

@@ -21,12 +21,12 @@ from eagle3_tasks.contracts.errors import (
     RequestRefused,
 )
 from eagle3_tasks.contracts.jobs import Progress
-from eagle3_tasks.contracts.rows import RowRange
+from eagle3_tasks.contracts.rows import RowRange, choose_shards
 from eagle3_tasks.contracts.run_records import PlanRecord
 from eagle3_tasks.data.dataset import sample_name
 from eagle3_tasks.engines.huggingface import HuggingFaceEngine
 from eagle3_tasks.extraction.extract_stage import extract_rows, run_extract
-from eagle3_tasks.extraction.plan_stage import choose_shards, run_plan
+from eagle3_tasks.extraction.plan_stage import run_plan
 from eagle3_tasks.extraction.verify_stage import run_verify
 from eagle3_tasks.host.stage_context import StageContext
 from eagle3_tasks.storage import disk_guard
@@ -314,7 +314,7 @@ def test_rows_that_differ_in_their_mask_alone_share_one_sample(context, engine):
     run_plan(context)
     ids = np.array(ROWS[0], dtype=np.int32)
     from eagle3_tasks.data.dataset import DatasetWriter
-    from eagle3_tasks.data.sealed_folder import building
+    from eagle3_tasks.host.sealed_folder import building
 
     with building(context.layout.dataset("f" * 24)) as folder, DatasetWriter(folder) as writer:
         writer.add(ids, np.arange(len(ids)) > 1)
@@ -350,10 +350,10 @@ def test_a_plan_that_cannot_work_is_refused(context, changes, message: str):
 
 def test_more_shards_than_airflow_maps_are_refused_with_a_size_that_works():
     with pytest.raises(InvalidSettings, match="at least 10") as refused:
-        choose_shards(10_000, 3)
+        choose_shards(10_000, 3, setting="rows_per_shard")
     assert "3334 shards" in str(refused.value)
-    assert len(choose_shards(10_000, 10)) == 1000
-    assert choose_shards(10_000, 10)[-1] == RowRange(start=9990, stop=10_000)
+    assert len(choose_shards(10_000, 10, setting="rows_per_shard")) == 1000
+    assert choose_shards(10_000, 10, setting="rows_per_shard")[-1] == RowRange(start=9990, stop=10_000)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path, target):

@@ -20,8 +20,8 @@ from eagle3_tasks.contracts.run_records import PlanRecord
 from eagle3_tasks.contracts.settings import settings_from_flat
 from eagle3_tasks.contracts.stages import ProbeSpec, StageSpec
 from eagle3_tasks.data.dataset import Dataset, DatasetWriter
-from eagle3_tasks.data.sealed_folder import building
 from eagle3_tasks.host.probe_command import run_probe_command
+from eagle3_tasks.host.sealed_folder import building
 from eagle3_tasks.host.stage_context import StageContext
 from eagle3_tasks.storage.shard_lock import shard_lock
 from eagle3_tasks.storage.writer import ShardWriter

@@ -18,8 +18,8 @@ from eagle3_tasks.contracts.run_records import DatasetRecord
 from eagle3_tasks.contracts.settings import Settings, settings_from_flat
 from eagle3_tasks.contracts.stages import StageSpec
 from eagle3_tasks.data.dataset import DatasetWriter
-from eagle3_tasks.data.sealed_folder import building
 from eagle3_tasks.host.files import make_private_folder
+from eagle3_tasks.host.sealed_folder import building
 from eagle3_tasks.host.stage_context import StageContext
 
 VOCAB_SIZE = 96
