@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from eagle3_tasks.contracts.errors import DamagedData, RequestRefused
@@ -67,7 +67,7 @@ def check_sealed(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def building(folder: Path) -> Iterator[Path | None]:
+def building(folder: Path) -> Generator[Path | None]:
     """Give an empty temporary folder that becomes ``folder`` when the block ends well.
 
     One builder at a time: another one waits, and then finds the work done. What a killed
