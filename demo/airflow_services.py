@@ -106,6 +106,7 @@ class AirflowServices:
             "AIRFLOW__LOGGING__NAMESPACE_LEVELS": "asyncssh=WARNING paramiko=WARNING",
             # A worker's end is noticed within this time; every stage waits for it once.
             "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "1",
+            "AIRFLOW__SCHEDULER__SCHEDULER_IDLE_SLEEP_TIME": "0.3",
             "AIRFLOW__TRIGGERER__JOB_HEARTBEAT_SEC": "2",
             "EAGLE3_PROGRESS_SECONDS": "2",
             "AIRFLOW__SCHEDULER__SCHEDULER_HEARTBEAT_SEC": "1",

@@ -45,7 +45,7 @@ REQUIRED_PACKAGES: Mapping[str, tuple[int, ...]] = {
     "psutil": (7,),
     "jinja2": (3, 1),
 }
-CUDA_PACKAGES: Mapping[str, tuple[int, ...]] = {"nvidia-ml-py": (13,)}
+CUDA_PACKAGES: Mapping[str, tuple[int, ...]] = {"nvidia-ml-py": (13,), "accelerate": (1, 15)}
 SETUP_REMEDY = (
     "Run the DAG eagle3_setup_host, or `eagle3 setup-host --spec FILE` on the host, which makes ROOT/env"
 )

@@ -200,7 +200,7 @@ class TrainingSettings:
         0, "Seed", "Of the order of samples and of fresh weights.", minimum=0, maximum=2**31 - 1
     )
     checkpoint_minutes: float = setting(
-        10.0, "Checkpoint interval [min]", "At most so much training is lost by a crash.", minimum=0.05
+        10.0, "Checkpoint interval [min]", "At most so much training is lost by a crash.", minimum=0.001
     )
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from eagle3_tasks.contracts import rows
 from eagle3_tasks.contracts.errors import InvalidInput, InvalidSettings
 from eagle3_tasks.contracts.jobs import Progress
 from eagle3_tasks.contracts.rows import RowRange
 from eagle3_tasks.contracts.run_records import ConversationsRecord, DatasetRecord
 from eagle3_tasks.contracts.settings import settings_from_flat
 from eagle3_tasks.contracts.stages import StageSpec
-from eagle3_tasks.data import read_stage
 from eagle3_tasks.data.answers_folder import AnsweredConversation, AnsweredTurn, AnswersFolder, answers_digest
 from eagle3_tasks.data.conversations_folder import ConversationsFolder
 from eagle3_tasks.data.dataset import Dataset
@@ -119,8 +119,8 @@ def test_answer_shards_cover_the_rows_and_too_many_are_refused(
         [3, 6, "eagle3_gpu_host"],
         [6, 7, "eagle3_gpu_host"],
     ]
-    monkeypatch.setattr(read_stage, "MAX_SHARDS", 3)
-    with pytest.raises(InvalidSettings, match=r"make 4 tasks.*at least 3"):
+    monkeypatch.setattr(rows, "MAX_SHARDS", 3)
+    with pytest.raises(InvalidSettings, match=r"make 4 shards.*rows_per_answer_shard to at least 3"):
         bench.read(answers="regenerate", rows_per_answer_shard=2)
 
 

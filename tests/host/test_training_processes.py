@@ -44,7 +44,7 @@ WAIT_SECONDS = 90
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> StageContext:
     """A world whose training ran without an interruption."""
-    context = make_world(tmp_path_factory.mktemp("world"), epochs=70, checkpoint_minutes=0.05)
+    context = make_world(tmp_path_factory.mktemp("world"), epochs=70, checkpoint_minutes=0.002)
     run_map_vocab(context)
     seen: list[Progress] = []
     context = dataclasses.replace(context, report_progress=seen.append)

@@ -25,6 +25,7 @@ from airflow.sdk.module_loading import import_string  # noqa: E402
 from eagle3_airflow.hooks.host_channel import HostChannel  # noqa: E402
 from eagle3_airflow.operators.remote_job import RemoteJobOperator  # noqa: E402
 from eagle3_airflow.triggers.host_probe import HostProbeTrigger  # noqa: E402
+from eagle3_airflow.triggers.host_trigger import HostTrigger  # noqa: E402
 from eagle3_airflow.triggers.host_wait import HostWaitTrigger  # noqa: E402
 from eagle3_airflow.triggers.remote_job import RemoteJobTrigger  # noqa: E402
 from tests.integration.openssh import OpenSshServer  # noqa: E402
@@ -48,6 +49,8 @@ def sshd(sshd_session: OpenSshServer, monkeypatch: pytest.MonkeyPatch) -> OpenSs
     monkeypatch.setenv(f"AIRFLOW_CONN_{CONN_ID.upper()}", sshd_session.connection())
     monkeypatch.setattr(HostChannel, "first_retry_seconds", 0.2)
     monkeypatch.setattr(HostChannel, "last_retry_seconds", 0.5)
+    # No scheduler looks on here.
+    monkeypatch.setattr(HostTrigger, "settle_seconds", 0.0)
     monkeypatch.setattr(ExecutorSafeguard, "test_mode", True)
     return sshd_session
 

@@ -16,6 +16,7 @@ from eagle3_airflow.job_follower import JobFollower
 from eagle3_airflow.operators import remote_job as remote_job_operator
 from eagle3_airflow.operators.remote_job import RemoteJobOperator
 from eagle3_airflow.triggers import remote_job as remote_job_trigger
+from eagle3_airflow.triggers.host_trigger import HostTrigger
 from eagle3_tasks.contracts.jobs import JobStatus, PollItem
 from tests.integration.conftest import CONN_ID, AirflowTask, first_event, until
 from tests.integration.openssh import OpenSshServer, make_key
@@ -345,3 +346,20 @@ def test_a_mapped_command_is_one_job_a_map_index(sshd: OpenSshServer, shared_roo
     keys = {next(iter(task.ti.xcom)) for task in (first, second)}
     assert keys == {"report"}
     assert len(list((shared_root / "jobs").glob("mapped_*"))) == 2
+
+
+def test_an_event_never_fires_before_the_workers_own_end_is_noticed(
+    sshd: OpenSshServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Quick(HostTrigger):
+        def arguments(self) -> dict[str, Any]:
+            return {}
+
+        async def wait(self) -> dict[str, Any]:
+            return {"at": time.monotonic()}
+
+    monkeypatch.setattr(HostTrigger, "settle_seconds", 0.5)
+    began = time.monotonic()
+    event = asyncio.run(first_event(Quick(ssh_conn_id="x", root="/x", python="", release="")))
+    assert time.monotonic() - began >= 0.5
+    assert event["at"] - began < 0.4

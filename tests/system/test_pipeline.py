@@ -16,7 +16,6 @@ import pytest
 
 from demo.airflow_client import AirflowClient
 from eagle3_tasks.contracts.jobs import run_key
-from eagle3_tasks.contracts.paths import RootLayout
 from eagle3_tasks.contracts.run_records import DraftModelRecord, EvaluationRecord, PlanRecord
 from tests.system.conftest import DAG_ID, Pipeline
 
@@ -144,29 +143,24 @@ def test_other_training_settings_reuse_dataset_and_capture(pipeline: Pipeline) -
     assert second.missing_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"conversations_path": "/nowhere/chat.jsonl"}, "/nowhere/chat.jsonl"),
-        ({"draft_vocab_size": 4096}, "2048"),
-        ({"root": "/proc/eagle3"}, "/proc/eagle3"),
-        ({"ssh_conn_id": "no_such_host"}, "no_such_host"),
-        ({"ssh_conn_id": "eagle3_changed_host"}, "host key"),
-    ],
-)
-def test_wrong_input_is_one_clear_error_before_any_work(
-    pipeline: Pipeline, change: dict[str, Any], words: str
-) -> None:
-    run_id = f"wrong_{abs(hash(words))}"
-    pipeline.client.trigger(DAG_ID, run_id=run_id, conf=pipeline.conf(**change))
-    assert pipeline.wait(run_id) == "failed"
-    states = {one["task_id"]: one["state"] for one in pipeline.client.task_instances(DAG_ID, run_id)}
-    assert states.pop("preflight") == "failed"
-    assert set(states.values()) == {"upstream_failed"}
-    assert words in pipeline.client.log(DAG_ID, run_id, "preflight", try_number=1)
-    assert (
-        not RootLayout(pipeline.root)
-        .run(run_key(dag_id=DAG_ID, run_id=run_id))
-        .joinpath("plan.json")
-        .exists()
-    )
+WRONG_INPUTS = {
+    "no_file": ({"conversations_path": "/nowhere/chat.jsonl"}, "/nowhere/chat.jsonl"),
+    "no_model": ({"target_model": "/nowhere/model"}, "/nowhere/model"),
+    "vocabulary": ({"draft_vocab_size": 4096}, "2048"),
+    "root": ({"root": "/proc/eagle3"}, "/proc/eagle3"),
+    "connection": ({"ssh_conn_id": "no_such_host"}, "no_such_host"),
+    "host_key": ({"ssh_conn_id": "eagle3_changed_host"}, "host key"),
+}
+
+
+def test_wrong_input_is_one_clear_error_before_any_work(pipeline: Pipeline) -> None:
+    for name, (change, _) in WRONG_INPUTS.items():
+        pipeline.client.trigger(DAG_ID, run_id=f"wrong_{name}", conf=pipeline.conf(**change))
+    for name, (_, words) in WRONG_INPUTS.items():
+        run_id = f"wrong_{name}"
+        assert pipeline.wait(run_id) == "failed"
+        states = {one["task_id"]: one["state"] for one in pipeline.client.task_instances(DAG_ID, run_id)}
+        assert states.pop("preflight") == "failed"
+        assert set(states.values()) == {"upstream_failed"}
+        assert words in pipeline.client.log(DAG_ID, run_id, "preflight", try_number=1)
+        assert not (pipeline.layout.run(run_key(dag_id=DAG_ID, run_id=run_id)) / "plan.json").exists()

@@ -27,6 +27,8 @@ class HostTrigger(BaseTrigger, abc.ABC):
     ("state attribute is queued") and a retry is lost (seen with Airflow 3.3.2).
     """
 
+    settle_seconds: float = conf.getint("workers", "min_heartbeat_interval") + SCHEDULER_LOOP_SECONDS
+
     def __init__(self, *, ssh_conn_id: str, root: str, python: str, release: str) -> None:
         super().__init__()
         self.address = HostAddress(ssh_conn_id=ssh_conn_id, root=root, python=python, release=release)
@@ -48,9 +50,7 @@ class HostTrigger(BaseTrigger, abc.ABC):
         return name, {**codec.to_plain(self.address), **self.arguments()}
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        earliest = (
-            time.monotonic() + conf.getint("workers", "min_heartbeat_interval") + SCHEDULER_LOOP_SECONDS
-        )
+        earliest = time.monotonic() + self.settle_seconds
         try:
             payload = await self.wait()
         except PipelineError as problem:
