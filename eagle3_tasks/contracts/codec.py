@@ -1,8 +1,8 @@
 """Strict JSON for frozen dataclasses: what isn't declared is refused, by name.
 
 A misspelt key that is silently ignored costs hours on a GPU host, so unknown keys,
-missing keys, wrong types, doubled keys and non-finite numbers are all errors that
-say where they stand and, for a misspelt key, which one was probably meant.
+missing keys, wrong types, other versions, doubled keys and non-finite numbers are all
+errors that say where they stand and, for a misspelt key, which one was probably meant.
 """
 
 from __future__ import annotations
@@ -136,6 +136,11 @@ def _decode_dataclass(kind: type, value: Any, where: str) -> Any:
     for name, field in fields.items():
         if name in entries:
             arguments[name] = _decode(hints[name], entries[name], f"{where}.{name}")
+            if name == "version" and field.default not in (dataclasses.MISSING, entries[name]):
+                raise RequestRefused(
+                    f"{where}: version {entries[name]}, but this release reads {field.default}. "
+                    "Use the release that wrote it."
+                )
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise RequestRefused(f"{where}: key {name!r} is missing.")
     return kind(**arguments)

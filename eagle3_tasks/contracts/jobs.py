@@ -25,7 +25,7 @@ MAX_REPORT_BYTES = 65_536
 AGENT_PYTHON = "@python"
 """First word of a job's argv that stands for the interpreter which the agent runs under."""
 
-_KEY = re.compile(r"[a-z][a-z0-9_]{0,47}(-[a-z0-9_]{1,40})?-[0-9a-f]{24}")
+_KEY = re.compile(r"[a-z0-9][a-z0-9_]{0,47}(-[a-z0-9_]{1,40})?-[0-9a-f]{24}")
 _RUN_KEY = re.compile(r"[a-z0-9_]{1,60}-[0-9a-f]{16}")
 
 

@@ -1,4 +1,7 @@
-"""Where everything lies under ROOT. No absolute path is stored there: a disk that moved is the same ROOT."""
+"""Where everything lies under ROOT.
+
+What is found there is found by relative names: a disk that moved is the same ROOT.
+"""
 
 from __future__ import annotations
 

@@ -279,10 +279,6 @@ def settings_from_flat(values: Mapping[str, object]) -> Settings:
 
 def _bound_problems(settings: Settings) -> list[str]:
     problems: list[str] = []
-    if settings.version != SETTINGS_VERSION:
-        problems.append(
-            f"settings version {settings.version} is another release's; this one reads {SETTINGS_VERSION}."
-        )
     for section, kind in SECTIONS.items():
         for field in dataclasses.fields(kind):
             value: object = getattr(getattr(settings, section), field.name)

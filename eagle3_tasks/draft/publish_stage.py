@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from typing import Any
 
 from eagle3_tasks.contracts.digests import digest_of
@@ -55,6 +56,10 @@ def run_publish(context: StageContext) -> dict[str, Any]:
         card = model_card(context.settings, context.read_record(PlanRecord), result, evaluation)
         write_atomically(candidate / CARD_FILE, card.encode())
         make_private_folder(folder.parent)
+        if folder.exists():
+            damaged = folder.with_name(f"{folder.name}.damaged-{secrets.token_hex(4)}")
+            folder.rename(damaged)
+            logger.warning("damaged draft model set aside folder=%s", damaged)
         candidate.rename(folder)
         sync_folder(folder.parent)
         sync_folder(training_folder)

@@ -51,7 +51,6 @@ from eagle3_tasks.host.slots import waiting_ticket
 
 logger = logging.getLogger(__name__)
 
-GENERATION_VARIABLE = "EAGLE3_GENERATION"
 HEARTBEAT_SECONDS = 5.0
 LOOK_SECONDS = 0.1
 EXIT_RETRY_SECONDS = 1.0
@@ -274,7 +273,6 @@ def start_command(attempt: Attempt) -> subprocess.Popen[bytes]:
     inherited = {name: value for name, value in os.environ.items() if name != LOCK_DESCRIPTOR_VARIABLE}
     environment = release_environment(inherited | dict(spec.environment)) | {
         GENERATION_FOLDER_VARIABLE: str(attempt.folder),
-        GENERATION_VARIABLE: str(int(attempt.folder.name.rpartition("-")[2])),
     }
     log = os.open(attempt.folder / records.LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
     try:

@@ -22,7 +22,7 @@ R = TypeVar("R")
 class StageContext:
     """One attempt at one stage.
 
-    ``generation`` counts the attempts at this job, from 1; it names the receipts file.
+    ``generation`` counts the attempts at this job, from 1, for the log.
     ``report_progress`` is cheap and may be called often: it writes at most once a second.
     """
 

@@ -103,12 +103,19 @@ def whole_bytes(path: Path) -> int:
 
 
 def _newest_fence(folder: Path, files: set[str]) -> Fence | None:
-    fences = {
-        generation: name
-        for name in files
-        if (generation := names.generation_of(name)) and name.startswith("fence-")
-    }
-    return read_json(Fence, folder / fences[max(fences)]) if fences else None
+    while True:
+        fences = {
+            generation: name
+            for name in files
+            if (generation := names.generation_of(name)) and name.startswith("fence-")
+        }
+        if not fences:
+            return None
+        fence = read_json(Fence, folder / fences[max(fences)])
+        if fence is not None:
+            return fence
+        # A new writer has just put its own fence in the place of this one.
+        files = {path.name for path in folder.iterdir()}
 
 
 def _limit(fence: Fence | None, name: str, generation: int) -> int | None:

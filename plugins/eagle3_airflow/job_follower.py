@@ -77,5 +77,5 @@ def problem_of(status: JobStatus) -> PipelineError | None:
     if error is not None:
         return error_from_record(dataclasses.replace(error, message=error.message + where))
     if status.state == JobState.LOST:
-        return JobLost((status.detail or "the job's processes are gone without an exit record.") + where)
+        return JobLost(f"{status.detail or 'the processes are gone without an exit record'}.{where}")
     return UnexpectedFailure(f"job {status.key} ended as {status.state.value} without a reason.{where}")
