@@ -16,4 +16,7 @@ with DAG(
     params=host_form_params(),
     tags=["eagle3"],
 ) as dag:
-    SetupHostOperator(task_id="setup_host")
+    setup_host = SetupHostOperator(task_id="setup_host")
+    check_host = SetupHostOperator(task_id="check_host", stage="check-host")
+
+    setup_host >> check_host

@@ -6,13 +6,10 @@ from datetime import timedelta
 
 from airflow.sdk import DAG, TriggerRule
 
-from eagle3_airflow.operators.stage import StageOperator
+from eagle3_airflow.operators.stage import MAX_SHARDS_AT_ONCE, StageOperator
 from eagle3_airflow.params import form_params
 from eagle3_airflow.retries import MAX_RETRY_DELAY
 from eagle3_airflow.sensors.host_probe import DiskSpaceSensor, GpuIdleSensor
-
-# A second bound: the GPU host itself runs only so many shards at once, lowest rows first.
-SHARDS_AT_ONCE = 16
 
 with DAG(
     dag_id="eagle3_train",
@@ -32,7 +29,7 @@ with DAG(
     )
     wait_for_gpus_to_regenerate = GpuIdleSensor(task_id="wait_for_gpus_to_regenerate", purpose="regenerate")
     regenerate = StageOperator.partial(
-        task_id="regenerate", stage="regenerate", max_active_tis_per_dagrun=SHARDS_AT_ONCE
+        task_id="regenerate", stage="regenerate", max_active_tis_per_dagrun=MAX_SHARDS_AT_ONCE
     ).expand(rows=read_conversations.output)
     # Answers that come from the dataset skip the two tasks before this one.
     prepare_data = StageOperator(
@@ -42,7 +39,7 @@ with DAG(
     wait_for_disk = DiskSpaceSensor(task_id="wait_for_disk")
     wait_for_gpus = GpuIdleSensor(task_id="wait_for_gpus", purpose="extract")
     extract = StageOperator.partial(
-        task_id="extract", stage="extract", max_active_tis_per_dagrun=SHARDS_AT_ONCE
+        task_id="extract", stage="extract", max_active_tis_per_dagrun=MAX_SHARDS_AT_ONCE
     ).expand(rows=plan.output)
     verify = StageOperator(task_id="verify", stage="verify")
     map_vocab = StageOperator(task_id="map_vocab", stage="map-vocab")

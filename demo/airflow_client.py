@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -10,11 +11,21 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+"""As ``urllib.request.urlopen``, but past any proxy of the environment: the API is on loopback."""
+
+LOGIN_PATH = "/auth/token"
+OUTAGE_SECONDS = 30.0
+"""How long an API that doesn't answer is asked again: it may be busy, or starting anew."""
+_RETRY_SECONDS = 1.0
+
 
 class AirflowClient:
     """Triggers runs and reads their state, with the token of one user.
 
-    Errors of the API surface as ``RuntimeError`` with the server's own words.
+    Errors of the API surface as ``RuntimeError`` with the server's own words. Questions are
+    asked again for a while where the API is away; what changes something only if it was
+    refused a connection, since otherwise it may have been done.
     """
 
     def __init__(self, *, url: str, user: str, password: str) -> None:
@@ -25,7 +36,7 @@ class AirflowClient:
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Call ``/api/v2`` + ``path`` and give the decoded answer; None for a 404."""
         if not self._token:
-            self._token = self._send("POST", f"{self.url}/auth/token", self._credentials)["access_token"]
+            self._token = self._send("POST", f"{self.url}{LOGIN_PATH}", self._credentials)["access_token"]
         return self._send(method, f"{self.url}/api/v2{path}", body)
 
     def _send(self, method: str, url: str, body: Mapping[str, Any] | None) -> Any:
@@ -34,16 +45,26 @@ class AirflowClient:
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         request = urllib.request.Request(url, data=data, headers=headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=60) as reply:
-                content = reply.read()
-        except urllib.error.HTTPError as error:
-            if error.code == 404 and method == "GET":
-                return None
-            raise RuntimeError(
-                f"{method} {url}: {error.code} {error.read().decode(errors='replace')}"
-            ) from error
-        return json.loads(content) if content else None
+        is_question = method == "GET" or url.endswith(LOGIN_PATH)
+        deadline = time.monotonic() + OUTAGE_SECONDS
+        while True:
+            try:
+                with open_url(request, timeout=OUTAGE_SECONDS) as reply:
+                    content = reply.read()
+            except urllib.error.HTTPError as error:
+                if error.code == 404 and method == "GET":
+                    return None
+                problem, is_passing = f"{error.code} {_text_of(error)}", is_question and error.code >= 500
+            except (OSError, http.client.HTTPException) as error:
+                # urllib wraps what happens before the answer's first line, and nothing after it.
+                reason = error.reason if isinstance(error, urllib.error.URLError) else error
+                problem = f"{type(reason).__name__}: {reason}"
+                is_passing = is_question or isinstance(reason, ConnectionRefusedError)
+            else:
+                return json.loads(content) if content else None
+            if not is_passing or time.monotonic() > deadline:
+                raise RuntimeError(f"{method} {url}: {problem}")
+            time.sleep(_RETRY_SECONDS)
 
     def wait_for_dag(self, dag_id: str, *, seconds: float = 120.0) -> None:
         """Wait until the DAG has been parsed.
@@ -106,6 +127,13 @@ class AirflowClient:
         task: Any = task_id if map_index is None else [task_id, map_index]
         body = {"dag_run_id": run_id, "task_ids": [task], "dry_run": False, "only_failed": False, **options}
         self.request("POST", f"/dags/{dag_id}/clearTaskInstances", body)
+
+
+def _text_of(error: urllib.error.HTTPError) -> str:
+    try:
+        return error.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return error.reason
 
 
 def _quote(text: str) -> str:

@@ -13,11 +13,11 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
 from demo import processes
+from demo.airflow_client import open_url
 from demo.ports import choose_port
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -82,7 +82,9 @@ class AirflowServices:
             for name, value in os.environ.items()
             if not name.startswith("AIRFLOW") and name not in ("PYTHONPATH", "VIRTUAL_ENV")
         }
-        return inherited | {
+        return {
+            **inherited,
+            **_without_proxy(inherited),
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
             "PYTHONPATH": f"{PROJECT}:{PROJECT / 'plugins'}",
             "PYTHONWARNINGS": "ignore",
@@ -128,7 +130,7 @@ class AirflowServices:
                 stdout=output, stderr=subprocess.STDOUT, check=False,
             )  # fmt: skip
         if done.returncode:
-            raise RuntimeError(f"`airflow db migrate` failed:\n{_tail(log)}")
+            raise RuntimeError(f"`airflow db migrate` failed:\n{processes.log_tail(log)}")
 
     def start(self, *names: str) -> None:
         """Start the named services, or all of them."""
@@ -155,11 +157,7 @@ class AirflowServices:
             RuntimeError: names it, with the last lines of its log.
         """
         for name, child in self.children.items():
-            if child.poll() is not None:
-                log = self.log_folder / f"{name}.log"
-                raise RuntimeError(
-                    f"Airflow's {name} ended with code {child.returncode}. {log}:\n{_tail(log)}"
-                )
+            processes.check(child, name=f"Airflow's {name}", log=self.log_folder / f"{name}.log")
 
     def wait_until_ready(self, *, seconds: float = 240.0) -> None:
         """Wait for the api-server, and for scheduler, dag-processor and triggerer to report health.
@@ -172,7 +170,7 @@ class AirflowServices:
         while time.monotonic() < deadline:
             self.check()
             try:
-                with urllib.request.urlopen(f"{self.url}/api/v2/monitor/health", timeout=10) as reply:
+                with open_url(f"{self.url}/api/v2/monitor/health", timeout=10) as reply:
                     state = json.load(reply)
                 if isinstance(state, dict) and all(
                     part.get("status") in ("healthy", None) and (name == "metadatabase" or part.get("status"))
@@ -185,5 +183,8 @@ class AirflowServices:
         raise RuntimeError(f"Airflow is not healthy after {seconds:.0f} s: {state}. Logs: {self.log_folder}")
 
 
-def _tail(path: Path, lines: int = 15) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
+    """Keep loopback out of a proxy that the environment may name: the services talk to one another."""
+    others = environment.get("no_proxy") or environment.get("NO_PROXY")
+    hosts = ",".join([*([others] if others else []), "127.0.0.1", "localhost"])
+    return {"no_proxy": hosts, "NO_PROXY": hosts}

@@ -20,7 +20,7 @@ def follow_run(
     """Print what happens until the run ends; gives its final state.
 
     On a terminal the progress is one line that is rewritten; elsewhere a line every few
-    seconds, so that a log file stays readable.
+    seconds if there is something new to say, so that a log file stays readable.
     """
     line = _StatusLine()
     states: dict[tuple[str, int], str] = {}
@@ -31,7 +31,7 @@ def follow_run(
         instances = client.task_instances(dag_id, run_id)
         for one in sorted(instances, key=lambda one: str(one["start_date"] or "~")):
             _print_change(one, states, line, time.monotonic() - began)
-        line.show(_progress_text(client, dag_id, run_id, instances))
+        line.show(*_progress_text(client, dag_id, run_id, instances))
         if state in ("success", "failed"):
             line.clear()
             return state
@@ -58,11 +58,11 @@ def _print_change(
 
 def _progress_text(
     client: AirflowClient, dag_id: str, run_id: str, instances: Sequence[Mapping[str, Any]]
-) -> str:
-    """Say what runs now: stage, shards done, rate, time left, and loss."""
+) -> tuple[str, str]:
+    """Say what runs now: the stage, and how far it is: shards done, rate, time left, and loss."""
     active = [one for one in instances if one["state"] in ("running", "deferred", "queued")]
     if not active:
-        return ""
+        return "", ""
     task_id = active[-1]["task_id"]
     shards = [one for one in instances if one["task_id"] == task_id and one["map_index"] >= 0]
     records = [
@@ -70,12 +70,12 @@ def _progress_text(
         for one in active
         if one["task_id"] == task_id
     ]
-    parts = [task_id]
+    parts: list[str] = []
     if shards:
         done = sum(one["state"] == "success" for one in shards)
         parts.append(f"{done}/{len(shards)} shards")
     parts += [text for record in records if isinstance(record, dict) and (text := _record_text(record))]
-    return " | ".join(parts)
+    return task_id, " | ".join(parts)
 
 
 def _record_text(record: Mapping[str, Any]) -> str:
@@ -97,10 +97,11 @@ class _StatusLine:
         self._shown = ""
         self._shown_at = 0.0
 
-    def show(self, text: str) -> None:
+    def show(self, stage: str, progress: str) -> None:
+        text = " | ".join(part for part in (stage, progress) if part)
         if self._is_terminal:
             print(f"\r\033[K{text}", end="", flush=True)
-        elif text and text != self._shown and time.monotonic() - self._shown_at >= PLAIN_LINE_SECONDS:
+        elif progress and text != self._shown and time.monotonic() - self._shown_at >= PLAIN_LINE_SECONDS:
             print(f"          {text}", flush=True)
             self._shown_at = time.monotonic()
             self._shown = text

@@ -8,10 +8,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 0.2
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -29,6 +30,36 @@ def start(
             argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=cwd,
             env=dict(environment), start_new_session=True, preexec_fn=_die_with_parent,  # noqa: PLW1509 - one prctl, no locks
         )  # fmt: skip
+
+
+def check(child: subprocess.Popen[bytes], *, name: str, log: Path) -> None:
+    """Notice a child that has ended by itself.
+
+    Raises:
+        RuntimeError: names it, with the last lines of its log.
+    """
+    if child.poll() is not None:
+        raise RuntimeError(f"{name} ended with code {child.returncode}. {log}:\n{log_tail(log)}")
+
+
+def follow_log(child: subprocess.Popen[bytes], log: Path, check: Callable[[], None]) -> Iterator[str]:
+    """Give the lines of a child's log as they come, until it has ended; ``check`` is called meanwhile."""
+    rest = ""
+    with log.open(errors="replace") as output:
+        while True:
+            # Asked before the rest is read: what it wrote last must not be missed.
+            has_ended = child.poll() is not None
+            *lines, rest = (rest + output.read()).split("\n")
+            yield from lines
+            if has_ended:
+                yield from [rest] if rest else []
+                return
+            check()
+            time.sleep(_LOOK_SECONDS)
+
+
+def log_tail(log: Path, lines: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
 def stop(children: Sequence[subprocess.Popen[bytes]], *, grace_seconds: float = 10.0) -> None:

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import socket
 from pathlib import Path
 
 import asyncssh
@@ -28,6 +29,15 @@ def make_keys(folder: Path) -> tuple[Path, Path]:
             path.write_bytes(key.export_private_key())
             path.with_suffix(".pub").write_bytes(key.export_public_key())
     return paths
+
+
+def greets(port: int) -> bool:
+    """Tell whether such a server, and nobody else, answers on 127.0.0.1:``port``."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=2) as connection:
+            return connection.recv(64).startswith(b"SSH-2.0-AsyncSSH")
+    except OSError:
+        return False
 
 
 async def _run_command(process: asyncssh.SSHServerProcess[bytes]) -> None:

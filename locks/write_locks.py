@@ -18,7 +18,8 @@ HERE = Path(__file__).parent
 LOCKS: dict[str, dict[Path, tuple[str, ...]]] = {
     "host": {
         HERE.parent / "eagle3_tasks/host_requirements.lock": (
-            "torch", "transformers", "safetensors", "numpy", "accelerate", "tiktoken", "psutil",
+            "torch", "transformers", "safetensors", "numpy", "accelerate", "tiktoken", "matplotlib",
+            "psutil",
             "nvidia-ml-py", "jinja2",
         ),
         HERE / "host-development.txt": (

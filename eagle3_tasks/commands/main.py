@@ -22,13 +22,15 @@ from typing import Any
 from eagle3_tasks.commands.foreign_errors import translate
 from eagle3_tasks.contracts import codec
 from eagle3_tasks.contracts.errors import InvalidInput, PipelineError, RequestRefused
-from eagle3_tasks.contracts.jobs import MAX_PROGRESS_BYTES, MAX_REPORT_BYTES, Progress
+from eagle3_tasks.contracts.jobs import MAX_PROGRESS_BYTES, MAX_REPORT_BYTES, Progress, run_key
+from eagle3_tasks.contracts.settings import host_settings
 from eagle3_tasks.contracts.stages import (
     ERROR_FILE,
     GENERATION_FOLDER_VARIABLE,
     PROGRESS_FILE,
     REPORT_FILE,
     ProbeSpec,
+    StageSpec,
     parse_stage_spec,
 )
 from eagle3_tasks.host.files import write_atomically, write_json
@@ -51,7 +53,9 @@ STAGES: Mapping[str, str] = {
     "evaluate": "eagle3_tasks.evaluation.stage:run_evaluate",
     "publish": "eagle3_tasks.draft.publish_stage:run_publish",
     "setup-host": "eagle3_tasks.commands.setup_host:run_setup_host",
+    "check-host": "eagle3_tasks.commands.preflight:run_check_host",
 }
+HOST_VERBS = ("setup-host", "check-host")
 PROBE = "probe"
 BENCH = "bench"
 PROGRESS_SECONDS = 1.0
@@ -75,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = os.environ.get(GENERATION_FOLDER_VARIABLE)
     generation_folder = Path(folder) if folder else None
     try:
-        report = _run(parsed.verb, parsed.spec, generation_folder)
+        text = _host_spec(parsed) if getattr(parsed, "root", None) else _read_spec(parsed.spec)
+        report = _run(parsed.verb, text, generation_folder)
         if generation_folder is None:
             print(codec.dumps(report, indent=1))
         else:
@@ -91,10 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in (*STAGES, PROBE):
-        stage = verbs.add_parser(verb, help=f"run {verb}")
-        stage.add_argument(
-            "--spec", required=True, metavar="FILE", help="the spec as JSON; - reads standard input"
-        )
+        inputs = verbs.add_parser(verb, help=f"run {verb}").add_mutually_exclusive_group(required=True)
+        inputs.add_argument("--spec", metavar="FILE", help="the spec as JSON; - reads standard input")
+        if verb in HOST_VERBS:
+            inputs.add_argument("--root", help="the folder for everything that runs make, instead of a spec")
     bench = verbs.add_parser(BENCH, help="measure the store on a disk")
     bench.add_argument("name", choices=["store"])
     bench.add_argument(
@@ -104,14 +109,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(verb: str, spec_path: str, generation_folder: Path | None) -> object:
-    text = _read_spec(spec_path)
+def _host_spec(parsed: argparse.Namespace) -> bytes:
+    spec = StageSpec(
+        run_key=run_key(dag_id="by hand", run_id=parsed.verb), settings=host_settings({"root": parsed.root})
+    )
+    return codec.dumps(spec).encode()
+
+
+def _run(verb: str, text: bytes, generation_folder: Path | None) -> object:
     if verb == PROBE:
         from eagle3_tasks.commands.probe import run_probe
 
         return run_probe(codec.loads(ProbeSpec, text, where="probe spec"))
     context = StageContext(
-        spec=parse_stage_spec(text, where="spec" if spec_path == "-" else spec_path),
+        spec=parse_stage_spec(text, where="spec"),
         generation=_generation(generation_folder),
         report_progress=_progress_writer(generation_folder),
     )

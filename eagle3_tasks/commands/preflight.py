@@ -11,7 +11,7 @@ import importlib.metadata
 import logging
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ REQUIRED_PACKAGES: Mapping[str, tuple[int, ...]] = {
     "numpy": (2,),
     "psutil": (7,),
     "jinja2": (3, 1),
+    "matplotlib": (3, 10),
 }
 CUDA_PACKAGES: Mapping[str, tuple[int, ...]] = {"nvidia-ml-py": (13,), "accelerate": (1, 15)}
 SETUP_REMEDY = (
@@ -71,7 +72,25 @@ def run_preflight(context: StageContext) -> dict[str, Any]:
             one problem a line.
         NodeProblem: nothing but problems that may pass by themselves.
     """
-    checks = [_run(name, look, context) for name, look in CHECKS.items()]
+    report = _check(context, tuple(CHECKS))
+    write_json(
+        make_private_folder(context.layout.run(context.spec.run_key)) / SETTINGS_FILE, context.settings
+    )
+    return report
+
+
+def run_check_host(context: StageContext) -> dict[str, Any]:
+    """Check the host alone, before any run: what needs no conversations and no target.
+
+    Raises:
+        UserProblem: as :func:`run_preflight`.
+        NodeProblem: as :func:`run_preflight`.
+    """
+    return _check(context, HOST_CHECKS)
+
+
+def _check(context: StageContext, names: Sequence[str]) -> dict[str, Any]:
+    checks = [_run(name, CHECKS[name], context) for name in names]
     for check in checks:
         level = {"pass": logging.INFO, "warn": logging.WARNING, "fail": logging.ERROR}[check.outcome]
         logger.log(level, "preflight check=%s result=%s %s", check.name, check.outcome, check.line)
@@ -79,9 +98,6 @@ def run_preflight(context: StageContext) -> dict[str, Any]:
     if problems:
         leading = next((problem for problem in problems if isinstance(problem, UserProblem)), problems[0])
         raise type(leading)("\n".join(str(problem) for problem in problems))
-    write_json(
-        make_private_folder(context.layout.run(context.spec.run_key)) / SETTINGS_FILE, context.settings
-    )
     return {
         "host": host_name(),
         "python": platform.python_version(),
@@ -110,7 +126,7 @@ def check_packages(context: StageContext) -> tuple[Outcome, str]:
 
 def check_root(context: StageContext) -> tuple[Outcome, str]:
     """Make sure that jobs can live under ROOT."""
-    root = prepare_root(Path(context.settings.host.root))
+    root = prepare_root(Path(context.settings.host.root), make_root=True)
     mount = mount_of(root)
     return "pass", f"root={root} file_system={mount.file_system if mount else 'unknown'}"
 
@@ -216,6 +232,7 @@ CHECKS: Mapping[str, Callable[[StageContext], tuple[Outcome, str]]] = {
     "target": check_target,
     "target_tokenizer": check_target_tokenizer,
 }
+HOST_CHECKS = ("packages", "root", "disk", "gpus")
 
 
 def _run(name: str, look: Callable[[StageContext], tuple[Outcome, str]], context: StageContext) -> Check:

@@ -41,9 +41,9 @@ def run_setup_host(context: StageContext) -> dict[str, Any]:
     Raises:
         InvalidSettings: ROOT can't be used, or ROOT/env is somebody's folder.
         MissingSoftware: no venv, or a package that pip can't have.
-        DiskProblem: no space is left.
+        DiskProblem: no space is left, or ROOT's disk is broken.
     """
-    root = prepare_root(Path(context.settings.host.root))
+    root = prepare_root(Path(context.settings.host.root), make_root=True)
     requirements = package_folder() / LOCK_FILE
     began = time.monotonic()
     with file_lock(root / "env.lock"):

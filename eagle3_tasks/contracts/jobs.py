@@ -21,7 +21,8 @@ from eagle3_tasks.contracts.rows import RowRange
 PROTOCOL_VERSION = 1
 MAX_LOG_PIECE_BYTES = 65_536
 MAX_PROGRESS_BYTES = 1_024
-MAX_REPORT_BYTES = 65_536
+MAX_REPORT_BYTES = 262_144
+"""Holds the shards of the largest run: 1,024 of them, each with its host."""
 AGENT_PYTHON = "@python"
 """First word of a job's argv that stands for the interpreter which the agent runs under."""
 
@@ -201,13 +202,18 @@ class JobStatus:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hello:
-    """First line to the agent. ``release`` is the digest of the code that must answer."""
+    """First line to the agent. ``release`` is the digest of the code that must answer.
+
+    Only with ``make_root`` is a ROOT made that isn't there. Everybody else takes its absence
+    for a disk that is not mounted.
+    """
 
     protocol: int = PROTOCOL_VERSION
     nonce: str
     root: str
     release: str
     python: str = ""
+    make_root: bool = False
 
 
 Verb = Literal["hello", "submit", "poll", "cancel", "acknowledge", "probe"]
@@ -300,9 +306,15 @@ class ProbeBody:
     deadline_seconds: float = 30.0
 
 
+def frame_marks(nonce: str) -> tuple[str, str]:
+    """Give what opens and what closes a frame."""
+    return f"<<<EAGLE:{nonce} ", f" EAGLE:{nonce}>>>"
+
+
 def frame(nonce: str, answer: Answer) -> str:
     """Wrap an answer so that it is found in any noise. One line, with its newline."""
-    return f"<<<EAGLE:{nonce} {codec.dumps(answer)} EAGLE:{nonce}>>>\n"
+    opening, closing = frame_marks(nonce)
+    return f"{opening}{codec.dumps(answer)}{closing}\n"
 
 
 def find_frames(nonce: str, text: str) -> tuple[list[Answer], str]:
@@ -314,7 +326,7 @@ def find_frames(nonce: str, text: str) -> tuple[list[Answer], str]:
     Raises:
         RequestRefused: a frame with this nonce holds something else than an answer.
     """
-    opening, closing = f"<<<EAGLE:{nonce} ", f" EAGLE:{nonce}>>>"
+    opening, closing = frame_marks(nonce)
     answers: list[Answer] = []
     while (start := text.find(opening)) >= 0:
         stop = text.find(closing, start)

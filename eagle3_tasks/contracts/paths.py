@@ -54,6 +54,10 @@ class RootLayout(Generic[P]):
     def training(self, digest: str) -> P:
         return self.root / "training" / check_digest(digest)
 
+    @property
+    def fingerprints(self) -> P:
+        return self.root / "fingerprints"
+
     def draft_model(self, digest: str) -> P:
         return self.root / "draft_models" / check_digest(digest)
 

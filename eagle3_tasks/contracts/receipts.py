@@ -96,9 +96,13 @@ class ManifestEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardManifest:
-    """Written once, when every row of the shard is committed or quarantined."""
+    """One dataset's rows of a shard, written when each of them is committed or quarantined.
+
+    For people and other tools: receipts alone say what is committed.
+    """
 
     version: int = STORAGE_VERSION
+    dataset: str
     start: int
     stop: int
     num_samples: int

@@ -277,6 +277,16 @@ def settings_from_flat(values: Mapping[str, object]) -> Settings:
         raise InvalidSettings(str(error)) from error
 
 
+def host_settings(values: Mapping[str, object]) -> Settings:
+    """Build settings for work on a host alone, which asks nothing about data or models.
+
+    Raises:
+        InvalidSettings: as :func:`settings_from_flat`.
+    """
+    # Settings are whole or refused; these two are read by no such work.
+    return settings_from_flat({"conversations_path": "/dev/null", "target_model": "none", **values})
+
+
 def _bound_problems(settings: Settings) -> list[str]:
     problems: list[str] = []
     for section, kind in SECTIONS.items():

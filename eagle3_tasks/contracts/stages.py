@@ -14,7 +14,7 @@ STAGE_VERSION = 1
 
 Stage = Literal[
     "preflight", "read-conversations", "regenerate", "prepare-data", "plan", "extract", "verify",
-    "map-vocab", "train", "export-candidate", "evaluate", "publish", "setup-host",
+    "map-vocab", "train", "export-candidate", "evaluate", "publish", "setup-host", "check-host",
 ]  # fmt: skip
 
 GENERATION_FOLDER_VARIABLE = "EAGLE3_GENERATION_FOLDER"

@@ -21,7 +21,7 @@ from eagle3_tasks.contracts.errors import DamagedData
 from eagle3_tasks.contracts.rows import RowRange
 from eagle3_tasks.contracts.settings import Settings
 from eagle3_tasks.data.tokenizer_files import tokenizer_fingerprint
-from eagle3_tasks.host.files import PRIVATE_FILE, file_lock, make_private_folder, read_lines, sync_folder
+from eagle3_tasks.host.files import PRIVATE_FILE, make_private_folder, read_lines, sync_folder
 
 ANSWERS_FORMAT = 1
 _FILE_NAME = re.compile(r"answers-(\d{6,})-(\d{6,})\.jsonl")
@@ -74,24 +74,30 @@ class AnswersFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def lock_path(self, rows: RowRange) -> Path:
+        """Name the lock that the one writer of a shard holds, from reading what is missing on."""
+        return self.path / f".{_file_name(rows)}.lock"
+
     def append(self, rows: RowRange, records: Iterable[AnsweredConversation]) -> None:
-        """Append the answers of one batch, durably. ``rows`` is the writer's shard."""
+        """Append the answers of one batch, durably.
+
+        ``rows`` is the writer's shard; the caller holds its lock.
+        """
         content = "".join(codec.dumps(record) + "\n" for record in records).encode()
         if not content:
             return
         make_private_folder(self.path)
         path = self.path / _file_name(rows)
-        with file_lock(self.path / f".{path.name}.lock"):
-            is_new = not path.exists()
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
-            with os.fdopen(descriptor, "r+b") as file:
-                file.truncate(_whole_bytes(path))
-                file.seek(0, os.SEEK_END)
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            if is_new:
-                sync_folder(self.path)
+        is_new = not path.exists()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
+        with os.fdopen(descriptor, "r+b") as file:
+            file.truncate(_whole_bytes(path))
+            file.seek(0, os.SEEK_END)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            sync_folder(self.path)
 
     def read_committed(self, rows: RowRange) -> dict[str, AnsweredConversation]:
         """Give the committed answers to ``rows`` by content id.

@@ -2,10 +2,11 @@
 
 For each assistant turn three texts are rendered: P, the prompt that a server would send;
 S, the conversation up to and with this answer; W, the whole conversation. The turn is
-trained only if S begins with P, the answer in S ends with an end-of-turn token, and W
-begins with P and this same answer. A template that rewrites its history (takes reasoning out,
-say) fails this for earlier turns: they stay in the sample as context, untrained and
-counted. The end-of-turn token is trained, what follows it is not.
+trained only if S begins with P, the rest of S is the message's text up to an end-of-turn
+token, and W begins with P and this same answer. A template that rewrites its history (takes
+reasoning out, say) fails this for earlier turns: they stay in the sample as context, untrained
+and counted. The end-of-turn token is trained, what follows it is not; nor is what the template
+puts between P and the message's text, such as an empty block of reasoning: no target writes it.
 
 ``{% generation %}`` marks, where the template has them, narrow the proven answers: what
 is marked, and the end-of-turn token that follows it. Without marks the proven answers count.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,14 @@ from eagle3_tasks.data.conversations import Message
 from eagle3_tasks.data.template import ChatTemplate, RenderFailure, Span
 
 _MANY_MESSAGES = 32
+
+
+class _Turn(NamedTuple):
+    """An assistant's turn: P and S, and the message's own text."""
+
+    prompt: str | RenderFailure
+    served: str | RenderFailure
+    content: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,9 +124,9 @@ def prove_answers(
     served = template.render(
         [shortened[row][: index + 1] for row, index in answers], add_generation_prompt=False
     )
-    turns: list[list[tuple[str | RenderFailure, str | RenderFailure]]] = [[] for _ in shortened]
-    for (row, _), prompt, answer in zip(answers, prompts, served, strict=True):
-        turns[row].append((prompt, answer))
+    turns: list[list[_Turn]] = [[] for _ in shortened]
+    for (row, index), prompt, answer in zip(answers, prompts, served, strict=True):
+        turns[row].append(_Turn(prompt, answer, shortened[row][index].content))
     results: list[SpannedText | Unusable] = []
     for row, messages in enumerate(shortened):
         forbidden = template.forbidden_text(messages)
@@ -142,19 +152,17 @@ def _shortened(template: ChatTemplate, messages: Sequence[Message], max_tokens: 
 
 
 def _proven(
-    template: ChatTemplate,
-    turns: list[tuple[str | RenderFailure, str | RenderFailure]],
-    counts: collections.Counter[str],
+    template: ChatTemplate, turns: list[_Turn], counts: collections.Counter[str]
 ) -> SpannedText | Unusable:
     for turn in turns:
-        for text in turn:
+        for text in (turn.prompt, turn.served):
             if isinstance(text, RenderFailure):
                 return Unusable(
                     reason="template_refused", message=f"the chat template refuses it: {text.message}."
                 )
     # The last turn's answer in its place is the whole conversation.
-    whole = str(turns[-1][1])
-    spans = [_proven_span(template, str(prompt), str(served), whole) for prompt, served in turns]
+    whole = str(turns[-1].served)
+    spans = [_proven_span(template, turn, whole) for turn in turns]
     proven = tuple(span for span in spans if span is not None)
     counts["untrained_turns"] += len(spans) - len(proven)
     if not proven:
@@ -165,14 +173,38 @@ def _proven(
     return SpannedText(text=whole[: proven[-1][1]], spans=proven)
 
 
-def _proven_span(template: ChatTemplate, prompt: str, served: str, whole: str) -> Span | None:
+def _proven_span(template: ChatTemplate, turn: _Turn, whole: str) -> Span | None:
+    prompt, served = str(turn.prompt), str(turn.served)
     if not served.startswith(prompt):
         return None
     start = len(prompt)
-    stop = template.end_of_answer(served, start)
-    if stop is None or not whole.startswith(prompt) or whole[start:stop] != served[start:stop]:
+    end = template.find_end_of_turn(served, start)
+    if end is None or not whole.startswith(prompt) or whole[start : end[1]] != served[start : end[1]]:
         return None
-    return start, stop
+    body = served[start : end[0]]
+    position = _content_start(body, turn.content)
+    if position is None:
+        return None
+    # White space in between is the target's own: it has learnt to write what the prompt leaves out.
+    return (start + position if body[:position].strip() else start), end[1]
+
+
+def _content_start(body: str, content: str) -> int | None:
+    """Find where ``content``, with which ``body`` ends, begins in it.
+
+    Templates strip white space, add and change it: it is passed over.
+    """
+    text, core = body.rstrip(), content.strip()
+    if text.endswith(core):
+        return len(text) - len(core)
+    position = len(text)
+    for char in reversed("".join(core.split())):
+        position -= 1
+        while position >= 0 and text[position].isspace():
+            position -= 1
+        if position < 0 or text[position] != char:
+            return None
+    return position
 
 
 def _narrowed(

@@ -39,7 +39,8 @@ from eagle3_tasks.host.stage_context import StageContext
 logger = logging.getLogger(__name__)
 
 STAGE = "prepare-data"
-DATASET_FORMAT = 1
+# 2: what a template puts before an answer is no longer under the loss mask.
+DATASET_FORMAT = 2
 _BATCH_ROWS = 256
 _ROWS_WITHOUT_HOPE = 1000
 """If so many conversations at the start give no sample, the rest won't either."""

@@ -144,10 +144,10 @@ class ChatTemplate:
                 return found[0]
         return None
 
-    def end_of_answer(self, text: str, start: int) -> int | None:
-        """Find where the first end-of-turn token at or after ``start`` ends."""
+    def find_end_of_turn(self, text: str, start: int) -> Span | None:
+        """Find the first end-of-turn token at or after ``start``."""
         found = self._ends.search(text, start)
-        return None if found is None else found.end()
+        return None if found is None else found.span()
 
     def is_end_of_turn(self, text: str) -> bool:
         """Say whether ``text`` is one end-of-turn token and nothing else."""

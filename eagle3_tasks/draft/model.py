@@ -133,11 +133,23 @@ class DraftModel(nn.Module):
         return draft_ids + self.d2t[draft_ids]
 
 
+class Float32Rotary(LlamaRotaryEmbedding):
+    """Rotary positions whose frequencies stay float32 whatever the model is cast to.
+
+    Rounded to bfloat16 they would turn position 3,000 by another angle altogether. Engines
+    compute them in float32.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        # All of nn.Module's moves and casts come through here; only the move is taken over.
+        return super()._apply(lambda one: one.to(fn(one).device), recurse)
+
+
 def rotary_embedding(config: DraftConfig) -> nn.Module:
     """Make transformers' rotary embedding, whose forms (YaRN and others) the engines share."""
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     parameters.update(config.rope_scaling or {})
-    module = LlamaRotaryEmbedding(
+    module = Float32Rotary(
         LlamaConfig(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_heads,

@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle3_tasks.contracts.run_records import EvaluationRecord, PlanRecord
 from eagle3_tasks.contracts.settings import Settings
-from eagle3_tasks.draft.trained import TrainingResult
+from eagle3_tasks.draft.trained import PLOT_FILE, TrainingResult
 
 
 def model_card(
@@ -45,6 +45,7 @@ def model_card(
         f"Proposes tokens for {name}{revision}, which accepts or rejects them: its output stays its own.",
         "It holds no embedding; engines take the target's.", "",
         "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows), "",
+        f"![Loss and acceptance in training]({PLOT_FILE})", "",
     ]  # fmt: skip
     return "\n".join([*lines, *_accept_lengths(settings, evaluation), ""])
 

@@ -18,7 +18,7 @@ from eagle3_tasks.contracts.run_records import (
 from eagle3_tasks.draft.export import CARD_FILE, load_export
 from eagle3_tasks.draft.export_stage import CANDIDATE_FOLDER, is_whole_export
 from eagle3_tasks.draft.model_card import model_card
-from eagle3_tasks.draft.trained import read_result
+from eagle3_tasks.draft.trained import PLOT_FILE, read_result
 from eagle3_tasks.host.files import make_private_folder, sync_folder, write_atomically
 from eagle3_tasks.host.stage_context import StageContext
 
@@ -55,6 +55,7 @@ def run_publish(context: StageContext) -> dict[str, Any]:
             raise DamagedData(f"{training_folder}: the training has not finished. Run train again.")
         card = model_card(context.settings, context.read_record(PlanRecord), result, evaluation)
         write_atomically(candidate / CARD_FILE, card.encode())
+        write_atomically(candidate / PLOT_FILE, (training_folder / PLOT_FILE).read_bytes())
         make_private_folder(folder.parent)
         if folder.exists():
             damaged = folder.with_name(f"{folder.name}.damaged-{secrets.token_hex(4)}")

@@ -16,15 +16,26 @@ def read_target_config(settings: Settings) -> PreTrainedConfig:
     Raises:
         InvalidInput: there is none that transformers can read.
     """
+    return cast("PreTrainedConfig", read_whole_config(settings).get_text_config())
+
+
+def read_whole_config(settings: Settings) -> PreTrainedConfig:
+    """Read the target's configuration as it stands, with what wraps the text part.
+
+    Raises:
+        InvalidInput: there is none that transformers can read.
+    """
     target = settings.target
     try:
-        config = AutoConfig.from_pretrained(
-            target.target_model,
-            revision=target.target_revision or None,
-            trust_remote_code=target.trust_remote_code,
+        return cast(
+            "PreTrainedConfig",
+            AutoConfig.from_pretrained(
+                target.target_model,
+                revision=target.target_revision or None,
+                trust_remote_code=target.trust_remote_code,
+            ),
         )
     except (OSError, ValueError, KeyError) as error:
         raise InvalidInput(
             f"target_model {target.target_model!r} has no configuration that transformers can read: {error}"
         ) from error
-    return cast("PreTrainedConfig", config.get_text_config())

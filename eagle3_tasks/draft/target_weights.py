@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,15 +22,21 @@ from transformers.utils.hub import cached_file
 
 from eagle3_tasks.contracts.errors import DamagedData, InvalidInput
 from eagle3_tasks.contracts.settings import Settings
-from eagle3_tasks.draft.target_config import read_target_config
+from eagle3_tasks.draft.target_config import read_whole_config
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _NORMS = ("norm.weight", "final_layernorm.weight", "final_layer_norm.weight", "ln_f.weight")
-# These store w and multiply by 1 + w; the draft model multiplies by what it stores.
-_ONE_PLUS_NORMS = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next"})
+# The final norms of these store w and multiply by 1 + w; the draft model multiplies by what it
+# stores. Named by the text configuration's model type.
+_ONE_PLUS_NORMS = frozenset(
+    {
+        "gemma", "gemma2", "gemma3_text", "minimax_m3_vl_text", "nemotron", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_next", "step3p5", "vaultgemma",
+    }
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,16 +51,19 @@ class TargetWeights:
 def read_target_weights(settings: Settings) -> TargetWeights:
     """Find and map embedding, head (perhaps tied to it) and final norm.
 
+    Cheap, so planning calls it too: what training can't read is refused before extraction.
+
     Raises:
         InvalidInput: no safetensors files, or none of the keys that a weight can have.
         DamagedData: a file does not hold what its index says.
     """
-    config = read_target_config(settings)
+    whole = read_whole_config(settings)
+    config = cast("PreTrainedConfig", whole.get_text_config())
     files = _weight_files(settings)
     embedding_key = _only(files, _EMBEDDINGS, "embedding", settings)
     norm_key = _norm_key(files, embedding_key, settings)
     head_key = embedding_key
-    if not _is_tied(config, files):
+    if not _is_tied((whole, config), files):
         head_key = _only(files, _HEADS, "head", settings)
     weights = TargetWeights(
         embedding_WD=_map(settings, files, embedding_key),
@@ -72,9 +82,10 @@ def read_target_weights(settings: Settings) -> TargetWeights:
     return weights
 
 
-def _is_tied(config: PreTrainedConfig, files: dict[str, str]) -> bool:
-    has_head = any(key.endswith(_HEADS) for key in files)
-    return bool(getattr(config, "tie_word_embeddings", False)) and not has_head
+def _is_tied(configs: Sequence[PreTrainedConfig], files: dict[str, str]) -> bool:
+    """Say whether the embedding is the head too. A wrapper may say so where its text part doesn't."""
+    has_head = any(_has_ending(key, _HEADS) for key in files)
+    return not has_head and any(getattr(one, "tie_word_embeddings", False) for one in configs)
 
 
 def _only(files: dict[str, str], endings: tuple[str, ...], what: str, settings: Settings) -> str:

@@ -29,6 +29,8 @@ from eagle3_tasks.host.files import (
 TRAINED_FOLDER = "trained"
 WEIGHTS_FILE = "weights.safetensors"
 RESULT_FILE = "result.json"
+PLOT_FILE = "training.png"
+"""Loss and acceptance over the steps; lies beside the weights' folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from eagle3_tasks.contracts.errors import EngineProblem, InvalidInput
 from eagle3_tasks.engines.decoder import Decoder
@@ -36,8 +37,8 @@ def check_model(model: nn.Module, decoder: Decoder, *, layer_ids: Sequence[int],
     """Prove that the captured states are the right ones.
 
     Raises:
-        InvalidInput: logits are not lm_head(last_hidden) (scaled or soft-capped), so no
-            teacher can be made of the stored states.
+        InvalidInput: logits are not last_hidden @ head.weight.T (scaled, soft-capped or with
+            a bias), so no teacher can be made of the stored states.
         EngineProblem: layers are numbered otherwise than expected, or padding leaks.
     """
     device = next(decoder.module.parameters()).device
@@ -47,13 +48,18 @@ def check_model(model: nn.Module, decoder: Decoder, *, layer_ids: Sequence[int],
     mask_BT = torch.ones_like(ids_BT)
     mask_BT[1, _SHORT:] = 0
     model_any: Any = model
-    with decoder.caught_outputs(layer_ids) as caught, _enlarged_logits(decoder.head):
+    with (
+        decoder.caught_outputs(layer_ids) as caught,
+        decoder.caught_last() as caught_last,
+        _enlarged_logits(decoder.head),
+    ):
         output = model_any(
             input_ids=ids_BT, attention_mask=mask_BT, output_hidden_states=True, use_cache=False
         )
-    aux_BTAD, last_BTD = decoder.forward(ids_BT, mask_BT, layer_ids)
-    _check_logits(decoder.head, last_BTD, output.logits)
+    # The state and the logits of one pass: a second one may round otherwise.
+    _check_logits(decoder.head, caught_last[-1], output.logits)
     _check_layers(caught, output.hidden_states, layer_ids, num_layers=len(decoder.layers))
+    aux_BTAD, last_BTD = decoder.forward(ids_BT, mask_BT, layer_ids)
     alone_BTAD, alone_BTD = decoder.forward(ids_BT[1:, :_SHORT], mask_BT[1:, :_SHORT], layer_ids)
     _check_padding(aux_BTAD[1, :_SHORT], alone_BTAD[0])
     _check_padding(last_BTD[1, :_SHORT], alone_BTD[0])
@@ -73,14 +79,27 @@ def _enlarged_logits(head: nn.Module) -> Generator[None]:
 
 
 def _check_logits(head: nn.Module, last_BTD: torch.Tensor, logits_BTV: torch.Tensor) -> None:
-    ours_BTV = head(last_BTD).float() * _ENLARGEMENT
+    """Compare with the head's weight alone: nothing else of it reaches training or an engine."""
+    bias: Any = getattr(head, "bias", None)
+    if isinstance(bias, torch.Tensor) and bool(bias.any()):
+        raise InvalidInput(
+            f"the target's output layer adds a bias to its logits (up to {float(bias.abs().max()):.3g}), "
+            "which neither the draft model nor its training has. Choose another target."
+        )
+    weight_VD = getattr(head, "weight", None)
+    if not isinstance(weight_VD, torch.Tensor):
+        raise InvalidInput(
+            f"the target's output layer {type(head).__name__} has no weight to make a teacher of. Choose "
+            "another target."
+        )
+    ours_BTV = functional.linear(last_BTD.to(weight_VD), weight_VD).float() * _ENLARGEMENT
     difference = float((ours_BTV - logits_BTV.float().to(ours_BTV.device)).abs().max())
     largest = float(ours_BTV.abs().max())
     if not difference <= _LOGITS_TOLERANCE * largest:
         raise InvalidInput(
-            f"the target's logits differ by {100 * difference / largest:.3g} % from its output layer "
-            "applied to the last hidden state: it scales or soft-caps them, which the draft model's training "
-            "does not. Choose another target."
+            f"the target's logits differ by {100 * difference / largest:.3g} % from its output layer's "
+            "weight times the last hidden state: it scales or soft-caps them, which the draft model's "
+            "training does not. Choose another target."
         )
 
 

@@ -52,6 +52,16 @@ class Decoder:
         return aux_BTAD, last_BTD
 
     @contextlib.contextmanager
+    def caught_last(self) -> Iterator[list[torch.Tensor]]:
+        """Collect the states after the final norm [B, T, D], one of each pass, while the block runs."""
+        caught: list[torch.Tensor] = []
+        handle = self.module.register_forward_hook(lambda _module, _inputs, output: caught.append(output[0]))
+        try:
+            yield caught
+        finally:
+            handle.remove()
+
+    @contextlib.contextmanager
     def caught_outputs(self, layer_ids: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
         """Collect the outputs of decoder layers while the block runs."""
         caught: dict[int, torch.Tensor] = {}

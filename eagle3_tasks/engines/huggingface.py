@@ -9,9 +9,11 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,12 +30,15 @@ from eagle3_tasks.engines.batches import batches_by_length
 from eagle3_tasks.engines.canary import check_model
 from eagle3_tasks.engines.decoder import Decoder
 from eagle3_tasks.engines.interface import GeneratedAnswer, TargetDescription, resolve_aux_layer_ids
-from eagle3_tasks.engines.target_folder import check_target_folder, read_target_description
+from eagle3_tasks.engines.target_folder import check_target_folder, is_hub_name, read_target_description
+from eagle3_tasks.engines.weight_files import check_whole, weight_files
 from eagle3_tasks.storage.sample import CapturedSample
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+_NAMED = 3
 
 T = TypeVar("T")
 
@@ -269,6 +274,8 @@ def _load_model(settings: Settings, dtype: torch.dtype) -> nn.Module:
         raise OutOfMemory(
             f"the target's weights do not fit into memory ({error}). Give it more or larger cards."
         ) from error
+    except SafetensorError as error:
+        raise _unreadable(settings, error) from error
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise _unsupported(target.target_model, error) from error
 
@@ -304,6 +311,18 @@ def check_loadable(settings: Settings) -> None:
         )
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise _unsupported(target.target_model, error) from error
+
+
+def _unreadable(settings: Settings, error: Exception) -> InvalidInput:
+    name = settings.target.target_model
+    remedy = "Remove its copy from the hub's cache, so that it is fetched again."
+    if not is_hub_name(settings):
+        files = weight_files(Path(name))
+        # Where a header tells which file it is, this says so.
+        check_whole(files)
+        named = ", ".join(path.name for path in files[:_NAMED])
+        remedy = f"Copy the {len(files)} weight files ({named}) again from the model's source."
+    return InvalidInput(f"the weights of target_model {name!r} are damaged ({error}). {remedy}")
 
 
 def _unsupported(name: str, error: Exception) -> InvalidInput:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from eagle3_tasks.contracts.errors import InvalidInput
+from eagle3_tasks.contracts.paths import RootLayout
 from eagle3_tasks.contracts.settings import Settings
 from eagle3_tasks.engines.interface import TargetDescription
+from eagle3_tasks.engines.weight_files import check_whole, content_digests, weight_files
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model")
-_PIECES = 64
-_PIECE_BYTES = 65_536
 
 
 def is_hub_name(settings: Settings) -> bool:
@@ -65,7 +64,7 @@ def check_target_folder(settings: Settings) -> None:
     if is_hub_name(settings):
         return
     folder = _config_path(settings).parent
-    weights = _weight_files(folder)
+    weights = weight_files(folder)
     if not weights:
         pickled = sorted(path.name for path in folder.glob("*.bin"))
         found = (
@@ -77,8 +76,13 @@ def check_target_folder(settings: Settings) -> None:
             f"{folder} holds no weights: no *.safetensors file.{found} Copy the whole model into it."
         )
     for path in weights:
-        if path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
+        if (
+            path.is_file()
+            and path.stat().st_size < 1024
+            and path.read_bytes().startswith(b"version https://git-lfs")
+        ):
             raise InvalidInput(f"{path} is a Git LFS pointer, not weights. Run `git lfs pull` in {folder}.")
+    check_whole(weights)
     index = folder / INDEX
     if index.exists():
         mapped: Mapping[str, str] = _read_json(index).get("weight_map", {})
@@ -96,43 +100,29 @@ def check_target_folder(settings: Settings) -> None:
 
 
 def target_fingerprint(settings: Settings) -> str:
-    """Name the target by its content: configuration, and names, sizes and bytes of weights.
+    """Name the target by its content: configuration, weights and, where it is trusted, its code.
 
-    Of a large file 64 spread pieces of 64 KiB are read: another training of the same
-    architecture has the same names and sizes but differs in every piece. A model of the
-    hub is named by its name and commit.
+    Every byte of the weights counts: a training that left most of them as they were has the
+    same names and sizes. They are read once, and what is known of them lies under ROOT. A
+    model of the hub is named by its name and commit.
 
     Raises:
-        InvalidInput: no such folder or model.
+        InvalidInput: no such folder or model, or a file can't be read.
+        DiskProblem: what is known can't be written under ROOT.
     """
     path = _config_path(settings)
     if is_hub_name(settings):
         # transformers keeps each commit in a folder of that name.
         return hashlib.sha256(f"hub\0{settings.target.target_model}\0{path.parent.name}".encode()).hexdigest()
     hasher = hashlib.sha256(path.read_bytes())
-    for weights in _weight_files(path.parent):
-        size = weights.stat().st_size
-        hasher.update(f"\0{weights.name}\0{size}\0".encode())
-        hasher.update(_sampled_digest(weights, size, weights.stat().st_mtime_ns))
+    weights = weight_files(path.parent)
+    digests = content_digests(weights, RootLayout(Path(settings.host.root)).fingerprints)
+    for weight_file, digest in zip(weights, digests, strict=True):
+        hasher.update(f"\0{weight_file.name}\0{digest}".encode())
+    for code in sorted(path.parent.rglob("*.py")) if settings.target.trust_remote_code else ():
+        digest = hashlib.sha256(code.read_bytes()).hexdigest()
+        hasher.update(f"\0{code.relative_to(path.parent)}\0{digest}".encode())
     return hasher.hexdigest()
-
-
-@functools.lru_cache(maxsize=4096)
-def _sampled_digest(path: Path, size: int, changed_at: int) -> bytes:  # noqa: ARG001 - part of the cache's key
-    hasher = hashlib.sha256()
-    with path.open("rb") as file:
-        if size <= _PIECES * _PIECE_BYTES:
-            hasher.update(file.read())
-        else:
-            for piece in range(_PIECES):
-                hasher.update(
-                    os.pread(file.fileno(), _PIECE_BYTES, piece * (size - _PIECE_BYTES) // (_PIECES - 1))
-                )
-    return hasher.digest()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
 
 
 def _config_path(settings: Settings) -> Path:

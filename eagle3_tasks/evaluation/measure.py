@@ -17,15 +17,19 @@ from eagle3_tasks.evaluation.speculative import LoopTarget, decode_greedily, spe
 logger = logging.getLogger(__name__)
 
 # Two logits this close, relative to their size, may change places when the same token is
-# computed alone or with others: four units of the last place.
-_TIE = {torch.bfloat16: 2.0**-5, torch.float32: 2.0**-21}
+# computed alone or with others: in units of the last place.
+_TIE_UNITS = 4.0
 _MAX_RELATIVE_DIFFERENCE = 0.02
 _MAX_ROUNDS_DIFFERENCE = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodedSet:
-    """``answers`` are the target's own; ``accepted`` has one tuple of rounds an answer."""
+    """``answers`` are the speculative ones, which but for ties are the target's own.
+
+    ``accepted`` has one tuple of rounds an answer: the rounds that wrote it, so both give
+    one accept length. ``num_ties`` counts the answers that leave the greedy ones.
+    """
 
     answers: tuple[tuple[int, ...], ...]
     accepted: tuple[tuple[int, ...], ...]
@@ -49,7 +53,8 @@ def decode_set(
     """Answer every question twice: by the target alone and speculatively.
 
     Raises:
-        EngineProblem: the two differ where the target's logits don't tie.
+        EngineProblem: the speculative answer holds a token that is neither the target's first
+            choice nor tied with it.
     """
     answers: list[tuple[int, ...]] = []
     accepted: list[tuple[int, ...]] = []
@@ -61,7 +66,7 @@ def decode_set(
             draft_steps=draft_steps, max_new_tokens=max_new_tokens, end_ids=end_ids,
         )  # fmt: skip
         if answer.ids != greedy:
-            _check_tie(
+            _check_ties(
                 target,
                 name=questions.name,
                 index=index,
@@ -70,7 +75,7 @@ def decode_set(
                 speculative=answer.ids,
             )
             num_ties += 1
-        answers.append(greedy)
+        answers.append(answer.ids)
         accepted.append(answer.accepted)
         report(index + 1)
     return DecodedSet(answers=tuple(answers), accepted=tuple(accepted), num_ties=num_ties)
@@ -110,7 +115,7 @@ def check_agreement(name: str, simulated_rounds: int, looped_rounds: int) -> Non
 
 
 @torch.inference_mode()
-def _check_tie(
+def _check_ties(
     target: LoopTarget,
     *,
     name: str,
@@ -119,23 +124,40 @@ def _check_tie(
     greedy: Sequence[int],
     speculative: Sequence[int],
 ) -> None:
-    """Let a difference pass that begins at two logits which rounding may exchange."""
-    place = next(
-        (at for at, (one, other) in enumerate(zip(greedy, speculative, strict=False)) if one != other),
-        min(len(greedy), len(speculative)),
+    """Let answers part at two logits that rounding may exchange, and judge what follows by itself.
+
+    After a tie the two go on from different texts. So all of the speculative answer is read
+    once, in one pass, and each of its tokens has to be the first choice there, or tie with it.
+    """
+    shorter = min(len(greedy), len(speculative))
+    parting = next((at for at in range(shorter) if greedy[at] != speculative[at]), shorter)
+    if parting == shorter:
+        # One goes on where the other ends: no tie of logits explains that.
+        raise _not_the_targets_own(name, index, parting, greedy, speculative)
+    ids_BT = torch.tensor([[*prompt_ids, *speculative]], device=target.device)
+    logits_BTV = target.model(input_ids=ids_BT, past_key_values=DynamicCache(), use_cache=True).logits
+    # The token at place n is chosen by the logits of the one before it.
+    logits_TV = logits_BTV[0, len(prompt_ids) - 1 : -1]
+    best_T = logits_TV.amax(dim=-1).float()
+    tie_T = _TIE_UNITS * target.rounding * best_T.abs().clamp(min=1.0)
+    chosen_T = torch.tensor(speculative, device=logits_TV.device)
+    gap_T = best_T - logits_TV.gather(-1, chosen_T[:, None])[:, 0].float()
+    gap_T[parting] = torch.maximum(
+        gap_T[parting], best_T[parting] - logits_TV[parting, greedy[parting]].float()
     )
-    if place < min(len(greedy), len(speculative)):
-        ids_BT = torch.tensor([[*prompt_ids, *greedy[:place]]], device=target.device)
-        logits = target.model(input_ids=ids_BT, past_key_values=DynamicCache(), use_cache=True).logits[0, -1]
-        best = logits.float().max()
-        gap = float(best - logits[[greedy[place], speculative[place]]].float().min())
-        if gap <= _TIE[logits.dtype] * max(1.0, abs(float(best))):
-            logger.warning(
-                "answers part at a tie set=%s question=%d token=%d gap=%.3g dtype=%s",
-                name, index, place, gap, logits.dtype,
-            )  # fmt: skip
-            return
-    raise EngineProblem(
+    beyond = (~(gap_T <= tie_T)).nonzero().flatten().tolist()
+    if beyond:
+        raise _not_the_targets_own(name, index, beyond[0], greedy, speculative)
+    logger.warning(
+        "answers part at a tie set=%s question=%d token=%d gap=%.3g tie=%.3g",
+        name, index, parting, float(gap_T[parting]), float(tie_T[parting]),
+    )  # fmt: skip
+
+
+def _not_the_targets_own(
+    name: str, index: int, place: int, greedy: Sequence[int], speculative: Sequence[int]
+) -> EngineProblem:
+    return EngineProblem(
         f"set {name!r}, question {index}: speculative output leaves the target's own at token {place} "
         f"(greedy {list(greedy[place : place + 3])}, speculative {list(speculative[place : place + 3])}). "
         "The target's cache in transformers can't be cropped for this architecture, or an engine is faulty."

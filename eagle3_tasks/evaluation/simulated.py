@@ -30,7 +30,7 @@ def simulate_rounds(
     and exactly then the unrolled draft model has read the same tokens as in serving. The
     next round begins after the target's own token.
 
-    ``answer_ids`` is the target's greedy answer, ``aux_hidden_TAD`` holds the states of
+    ``answer_ids`` is the target's answer, ``aux_hidden_TAD`` holds the states of
     prompt and answer.
     """
     ids_T = torch.tensor([*prompt_ids, *answer_ids])

@@ -22,6 +22,9 @@ from transformers import DynamicCache
 from eagle3_tasks.draft.model import DraftModel
 from eagle3_tasks.engines.decoder import Decoder
 
+# Weights of fewer bits are unpacked to one of these before anything is multiplied.
+_ARITHMETIC_TYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculativeAnswer:
@@ -46,6 +49,15 @@ class LoopTarget:
     @property
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device
+
+    @property
+    def rounding(self) -> float:
+        """Relative distance of neighbouring numbers in the coarsest type of the target's weights.
+
+        Not that of its logits: many models compute in bfloat16 and return float32.
+        """
+        types = {one.dtype for one in self.model.parameters()}
+        return max(torch.finfo(one).eps for one in types & _ARITHMETIC_TYPES)
 
     def run(self, ids: Sequence[int], cache: DynamicCache) -> tuple[list[int], Tensor]:
         """Read ``ids`` after what the cache holds.

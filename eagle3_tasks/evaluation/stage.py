@@ -51,7 +51,7 @@ from eagle3_tasks.host.stage_context import StageContext
 
 logger = logging.getLogger(__name__)
 
-EVALUATION_VERSION = 1
+EVALUATION_VERSION = 2
 EVALUATIONS_FOLDER = "evaluations"
 _ANSWERS_AT_ONCE = 8
 _NARROW_HIDDEN_SIZE = 512

@@ -2,7 +2,7 @@
 
 Conversations are answered in groups, turn by turn: a later turn's prompt holds the
 regenerated earlier ones. Each group's answers are appended durably, so a retry answers
-only what is missing, by content.
+only what is missing, by content. One process at a time answers a row range.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from eagle3_tasks.extraction.shard_engine import load_shard_engine
 from eagle3_tasks.host.stage_context import StageContext
 from eagle3_tasks.storage.disk_guard import check_reserve, disk_errors
 from eagle3_tasks.storage.fault_points import fault_point
+from eagle3_tasks.storage.shard_lock import writer_lock
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +57,15 @@ class _Counts:
     answered: int = 0
     tokens: int = 0
     dropped_length: int = 0
+    refused: int = 0
 
-    def add(self, answers: AnsweredConversation) -> None:
+    def add(self, conversation: Conversation, answers: AnsweredConversation) -> None:
         self.answered += 1
         self.tokens += sum(len(turn.answer_ids) for turn in answers.turns)
         self.dropped_length += is_dropped(answers)
+        # The template refused a later turn with the target's own answers before it.
+        num_turns = sum(message.role == "assistant" for message in conversation.messages)
+        self.refused += not is_dropped(answers) and len(answers.turns) < num_turns
 
 
 def is_dropped(answers: AnsweredConversation) -> bool:
@@ -74,14 +79,15 @@ def run_regenerate(context: StageContext) -> dict[str, Any]:
 
 
 def regenerate_rows(context: StageContext, load_engine: Callable[[], Engine]) -> dict[str, Any]:
-    """Answer what is missing of a row range; the engine is not loaded if nothing is.
+    """Answer what is missing of a row range.
+
+    The engine is not loaded if nothing is missing but what the chat template refuses.
 
     Raises:
         RequestRefused: the spec names no rows.
         InvalidInput: the target or its tokenizer can't be used.
         DiskProblem: the answers can't be written.
     """
-    began = time.monotonic()
     settings, rows = context.settings, context.spec.rows
     if rows is None:
         raise RequestRefused("regenerate needs a row range. Give `rows` in the spec.")
@@ -90,12 +96,32 @@ def regenerate_rows(context: StageContext, load_engine: Callable[[], Engine]) ->
     folder = AnswersFolder(
         context.layout.conversations(answers_digest(settings, digest, target_fingerprint(settings)))
     )
+
+    def report_waiting(seconds: float) -> None:
+        total = len(conversations)
+        context.report_progress(
+            Progress(stage=STAGE, done=0, total=total, unit="conversations", seconds=round(seconds, 1))
+        )
+
+    with writer_lock(folder.lock_path(rows), report_waiting=report_waiting):
+        return _answer_missing(context, rows, conversations, folder, load_engine)
+
+
+def _answer_missing(
+    context: StageContext,
+    rows: RowRange,
+    conversations: Sequence[Conversation],
+    folder: AnswersFolder,
+    load_engine: Callable[[], Engine],
+) -> dict[str, Any]:
+    began = time.monotonic()
+    settings = context.settings
     committed = folder.read_committed(rows)
-    missing = list({one.content_id: one for one in conversations if one.content_id not in committed}.values())
+    missing = {one.content_id: one for one in conversations if one.content_id not in committed}
     reused = _Counts()
     for one in conversations:
         if one.content_id in committed:
-            reused.add(committed[one.content_id])
+            reused.add(one, committed[one.content_id])
     logger.info(
         "regenerate opened rows=[%d,%d) conversations=%d reused=%d missing=%d",
         rows.start, rows.stop, len(conversations), reused.answered, len(missing),
@@ -103,21 +129,22 @@ def regenerate_rows(context: StageContext, load_engine: Callable[[], Engine]) ->
     new = _Counts()
     if missing:
         template = ChatTemplate.load(settings)
-        engine = load_engine()
-        total = reused.answered + len(missing)
-        reporter = _Reporter(context, rows, reused=reused.answered, total=total)
-        for answers in _answer_groups(missing, engine, template, settings):
+        asked = _prompts([_open(one) for one in missing.values()], template)
+        new.refused = len(missing) - len(asked)
+        reporter = _Reporter(context, rows, reused=reused.answered, total=reused.answered + len(asked))
+        groups = _answer_groups(asked, load_engine(), template, settings) if asked else ()
+        for answers in groups:
             check_reserve(
                 context.layout.root,
                 needed_bytes=0,
                 reserve_bytes=int(settings.host.disk_reserve_gb * 1e9),
-                missing=f"{len(missing) - new.answered} conversations are still to be answered",
+                missing=f"{len(asked) - new.answered} conversations are still to be answered",
             )
             with disk_errors(folder.path):
                 folder.append(rows, answers)
             fault_point("answers_appended", rows.name(rows.stop))
             for one in answers:
-                new.add(one)
+                new.add(missing[one.content_id], one)
             reporter.report(new)
     seconds = time.monotonic() - began
     report = {
@@ -126,31 +153,30 @@ def regenerate_rows(context: StageContext, load_engine: Callable[[], Engine]) ->
         "answered": new.answered,
         "reused": reused.answered,
         "dropped_length": new.dropped_length + reused.dropped_length,
+        "refused": new.refused + reused.refused,
         "tokens": new.tokens + reused.tokens,
         "seconds": round(seconds, 2),
     }
     logger.info(
-        "answers written rows=[%d,%d) answered=%d reused=%d dropped_length=%d tokens=%d seconds=%.1f",
-        rows.start, rows.stop, new.answered, reused.answered, report["dropped_length"], report["tokens"],
-        seconds,
+        "answers written rows=[%d,%d) answered=%d reused=%d dropped_length=%d refused=%d tokens=%d "
+        "seconds=%.1f",
+        rows.start, rows.stop, new.answered, reused.answered, report["dropped_length"], report["refused"],
+        report["tokens"], seconds,
     )  # fmt: skip
     return report
 
 
 def _answer_groups(
-    conversations: Sequence[Conversation], engine: Engine, template: ChatTemplate, settings: Settings
+    asked: Sequence[tuple[_Open, list[int]]], engine: Engine, template: ChatTemplate, settings: Settings
 ) -> Iterator[list[AnsweredConversation]]:
     """Answer conversations in groups of like length, each group about one batch of the engine."""
-    opened = [_open(one) for one in conversations]
-    asked = [(one, prompt) for one, prompt in _prompts(opened, template) if prompt is not None]
     lengths = [len(prompt) + settings.data.answer_max_tokens for _, prompt in asked]
     room = min(settings.data.max_tokens, engine.describe().max_positions or settings.data.max_tokens)
     for group in batches_by_length(lengths, settings.extraction.capture_batch_tokens):
         waiting = [asked[index] for index in group]
         while waiting:
             _answer_turn(waiting, engine, template, settings, room=room)
-            going_on = [one for one, _ in waiting if one.questions]
-            waiting = [(one, prompt) for one, prompt in _prompts(going_on, template) if prompt is not None]
+            waiting = _prompts([one for one, _ in waiting if one.questions], template)
         yield [
             AnsweredConversation(content_id=one.conversation.content_id, turns=tuple(one.turns))
             for one, _ in (asked[index] for index in group)
@@ -168,16 +194,15 @@ def _open(conversation: Conversation) -> _Open:
     return _Open(conversation=conversation, questions=questions[:-1])
 
 
-def _prompts(opened: Sequence[_Open], template: ChatTemplate) -> list[tuple[_Open, list[int] | None]]:
-    """Move each conversation to its next question and tokenize it; None where the template refuses."""
+def _prompts(opened: Sequence[_Open], template: ChatTemplate) -> list[tuple[_Open, list[int]]]:
+    """Move each conversation to its next question and tokenize it, without those the template refuses."""
     for one in opened:
         one.messages += one.questions.pop(0)
     texts = template.render([one.messages for one in opened], add_generation_prompt=True)
-    prompts: list[tuple[_Open, list[int] | None]] = []
+    prompts: list[tuple[_Open, list[int]]] = []
     for one, text in zip(opened, texts, strict=True):
         if isinstance(text, RenderFailure):
             logger.warning("conversation refused row=%d reason=%s", one.conversation.row, text.message)
-            prompts.append((one, None))
         else:
             prompts.append((one, template.tokenize([text])[0]))
     return prompts

@@ -103,7 +103,7 @@ def extract_rows(context: StageContext, load_engine: Callable[[], Engine]) -> di
                     wanted
                 )
             capture.load_index()
-        write_manifest(folder, make_manifest(capture, rows, samples))
+        write_manifest(folder, make_manifest(capture, dataset=plan.dataset, rows=rows, samples=samples))
     progress.report(log_seconds=float("inf"))
     logger.info(
         "shard written rows=[%d,%d) samples=%d tokens=%d bytes=%d seconds=%.1f extracted=%d reused=%d "
@@ -142,8 +142,8 @@ def _missing_rows(
     missing: list[int] = []
     for sample, row in first_rows.items():
         if capture.has(sample):
-            record = capture.location(sample).record
-            progress.count_reused(num_tokens=record["num_tokens"], num_bytes=record["num_bytes"])
+            location = capture.location(sample)
+            progress.count_reused(num_tokens=location.num_tokens, num_bytes=location.num_bytes)
         elif sample not in skipped:
             missing.append(row)
     return sorted(missing)

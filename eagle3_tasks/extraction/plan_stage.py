@@ -11,7 +11,7 @@ import numpy as np
 
 import eagle3_tasks
 from eagle3_tasks.contracts.digests import release_digest
-from eagle3_tasks.contracts.errors import InvalidInput, InvalidSettings
+from eagle3_tasks.contracts.errors import InvalidInput, InvalidSettings, PipelineError
 from eagle3_tasks.contracts.rows import choose_shards
 from eagle3_tasks.contracts.run_records import DatasetRecord, PlanRecord
 from eagle3_tasks.contracts.settings import Settings
@@ -40,6 +40,7 @@ def run_plan(context: StageContext) -> dict[str, Any]:
         InvalidSettings: values that can't work with this data and target.
         InvalidInput: a target that the engine can't load.
     """
+    from eagle3_tasks.draft.target_weights import read_target_weights
     from eagle3_tasks.engines.huggingface import check_loadable
 
     settings = context.settings
@@ -47,6 +48,8 @@ def run_plan(context: StageContext) -> dict[str, Any]:
     dataset = Dataset(context.layout.dataset(dataset_digest))
     description = read_target_description(settings)
     check_loadable(settings)
+    # Only mapped: tensors that training can't find are refused now as well.
+    read_target_weights(settings)
     facts = resolve_capture(settings, description)
     # Layers that no engine can serve are refused now, not after the hours of extraction.
     model_type = str(description.text_config.get("model_type", description.model_type))
@@ -187,12 +190,19 @@ def _log_plan(settings: Settings, record: PlanRecord, num_missing: int) -> None:
 def _log_other_captures(captures: Path, facts: CaptureFacts, dataset: Dataset) -> None:
     """Show which other captures hold samples of this dataset, and in what they differ."""
     samples = {dataset.sample(row) for row in range(dataset.num_samples)}
-    for folder in sorted(captures.iterdir()):
-        other = read_capture_facts(folder)
-        if other is None or folder.name == facts.digest:
+    for folder in sorted(path for path in captures.iterdir() if path.is_dir()):
+        if folder.name == facts.digest:
             continue
         capture = Capture(folder)
-        capture.load_index()
+        try:
+            other = read_capture_facts(folder)
+            if other is None:
+                continue
+            capture.load_index()
+        except (PipelineError, OSError) as error:
+            # This run has no use for it: whatever is wrong there must not stop the plan.
+            logger.warning("other capture not looked at capture=%s: %s", folder.name, error)
+            continue
         logger.info(
             "other capture capture=%s target=%s samples_of_this_dataset=%d differs_in=%s",
             folder.name, other.target_name, sum(map(capture.has, samples)),

@@ -93,7 +93,7 @@ def run_verify(context: StageContext) -> dict[str, Any]:
         "tier": tier,
         "samples": len(committed),
         "tokens": sum(capture.num_tokens(sample) for sample in committed),
-        "bytes": sum(capture.location(sample).record["num_bytes"] for sample in committed),
+        "bytes": sum(capture.location(sample).num_bytes for sample in committed),
         "segments": result.num_segments,
         "checked_samples": result.num_samples,
         "checked_bytes": result.num_bytes,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import platform
+import re
 import select
 import sys
 import threading
@@ -41,14 +42,17 @@ from eagle3_tasks.contracts.jobs import (
     SubmitBody,
     frame,
 )
+from eagle3_tasks.host.disk_errors import disk_problem
 from eagle3_tasks.host.launch import AGENT_HELLO_VARIABLE, package_folder
 from eagle3_tasks.host.machine import host_name, machine_id
 from eagle3_tasks.host.probe_command import run_probe_command
-from eagle3_tasks.host.verbs import JobVerbs, disk_problem
+from eagle3_tasks.host.verbs import JobVerbs
 
 IDLE_SECONDS = 3600.0
 """A connection that has said nothing for so long is dead, whatever the network thinks."""
 MAX_REQUEST_BYTES = 8 << 20
+_HEAD_BYTES = 4096
+_HEAD_ID = re.compile(rb'\s*\{\s*"id"\s*:\s*(\d{1,18})\s*,')
 NUM_WORKERS = 8
 HELLO_ID = 0
 """Number of an answer to no request: why the agent can't serve, or can't read a line."""
@@ -60,7 +64,9 @@ Handler = Callable[[Mapping[str, Any]], object]
 def handlers(hello: Hello, environment: Mapping[str, str]) -> dict[str, Handler]:
     """Give what answers each verb's body."""
     identity = machine_id(environment)
-    verbs = JobVerbs(root=Path(hello.root), machine_id=identity, environment=environment)
+    verbs = JobVerbs(
+        root=Path(hello.root), make_root=hello.make_root, machine_id=identity, environment=environment
+    )
 
     def reply(_body: HelloBody) -> HelloReply:
         return HelloReply(
@@ -102,11 +108,21 @@ def answer_line(line: bytes, answer_with: Mapping[str, Handler]) -> Answer:
     return Answer(id=request_id, error=record)
 
 
+def refuse_length(head: bytes, num_bytes: int) -> Answer:
+    """Answer a request that is too long to be read, by the number at its beginning."""
+    match = _HEAD_ID.match(head)
+    problem = RequestRefused(
+        f"{host_name()}: a request of {num_bytes} bytes; {MAX_REQUEST_BYTES} are possible. Shorten what the "
+        "job reads (stdin, environment, argv), or put it into a file on the host."
+    )
+    return Answer(id=int(match[1]) if match else HELLO_ID, error=problem.record())
+
+
 def check_hello(text: str) -> Hello:
     """Read the Hello line and make sure that this is the code it asks for.
 
     Raises:
-        IncompatibleRelease: it is other code, or code that was changed or torn.
+        IncompatibleRelease: it is other code; the bootstrap has checked the release itself.
         RequestRefused: another protocol.
     """
     hello = codec.loads(Hello, text, where="hello")
@@ -117,8 +133,9 @@ def check_hello(text: str) -> Hello:
     found = release_digest(package_folder())
     if found != hello.release:
         raise IncompatibleRelease(
-            f"{host_name()}: {package_folder()} holds release {found}, but {hello.release} was asked for. "
-            "Remove that folder; it is shipped again at the next try."
+            f"{host_name()}: the agent runs {package_folder()}, release {found}, but {hello.release} was "
+            "asked for. Something puts that folder first on Python's path: take away the .pth file or the "
+            "sitecustomize that does."
         )
     return hello
 
@@ -127,16 +144,17 @@ def serve(input_fd: int, output_fd: int, nonce: str, answer_with: Mapping[str, H
     """Answer requests until the channel ends, then what is still being worked on, if anybody listens."""
     writing = threading.Lock()
 
-    def work(line: bytes) -> None:
-        answer = answer_line(line, answer_with)
+    def work(line: bytes, num_bytes: int) -> None:
+        is_too_long = num_bytes > MAX_REQUEST_BYTES
+        answer = refuse_length(line, num_bytes) if is_too_long else answer_line(line, answer_with)
         with writing:
             _write(output_fd, frame(nonce, answer).encode("utf-8", "surrogatepass"))
 
     workers = concurrent.futures.ThreadPoolExecutor(NUM_WORKERS)
     pending: set[concurrent.futures.Future[None]] = set()
-    for line in _read_lines(input_fd):
+    for line, num_bytes in _read_lines(input_fd):
         pending = {future for future in pending if not future.done()}
-        pending.add(workers.submit(work, line))
+        pending.add(workers.submit(work, line, num_bytes))
     while pending and not _has_hung_up(output_fd):
         _, pending = concurrent.futures.wait(pending, timeout=0.1)
 
@@ -178,16 +196,23 @@ def _request_id(line: bytes) -> int:
     return number if isinstance(number, int) and not isinstance(number, bool) else HELLO_ID
 
 
-def _read_lines(descriptor: int) -> Iterator[bytes]:
+def _read_lines(descriptor: int) -> Iterator[tuple[bytes, int]]:
+    """Yield each line with its length. Of one that is too long, only the beginning is kept."""
     rest = b""
+    num_dropped = 0
     while select.select([descriptor], [], [], IDLE_SECONDS)[0]:
         piece = os.read(descriptor, 1 << 16)
         if not piece:
             return
         *lines, rest = (rest + piece).split(b"\n")
-        yield from (line for line in lines if line.strip())
+        for line in lines:
+            if line.strip():
+                yield line, len(line) + num_dropped
+            num_dropped = 0
         if len(rest) > MAX_REQUEST_BYTES:
-            return
+            # Only counted from here to its end; what comes after it is still answered.
+            num_dropped += len(rest) - _HEAD_BYTES
+            rest = rest[:_HEAD_BYTES]
 
 
 def _write(descriptor: int, content: bytes) -> None:

@@ -18,7 +18,7 @@ from eagle3_tasks.contracts import codec
 from eagle3_tasks.contracts.errors import DiskProblem, RequestRefused
 from eagle3_tasks.contracts.probes import DiskReport
 from eagle3_tasks.contracts.stages import ProbeVerdict
-from eagle3_tasks.host.child_command import run_module
+from eagle3_tasks.host.child_command import Look, run_module
 from eagle3_tasks.host.files import PRIVATE_FILE, sync_folder, temporary_sibling
 from eagle3_tasks.host.mounts import mount_of
 
@@ -40,26 +40,24 @@ def read_disk(folder: Path, *, deadline_seconds: float = DEADLINE_SECONDS) -> Di
     Raises:
         DiskProblem: the system gives no figures for it.
     """
-    code, output = run_module(__spec__.name, str(folder), deadline_seconds=deadline_seconds)
-    return parse_report(str(folder), output, has_ended=code is not None)
+    look = run_module(__spec__.name, str(folder), deadline_seconds=deadline_seconds)
+    return parse_report(str(folder), look)
 
 
-def parse_report(path: str, output: bytes, *, has_ended: bool) -> DiskReport:
+def parse_report(path: str, look: Look) -> DiskReport:
     """Read what the process printed; what it had no time to print is stalled.
 
     Raises:
         DiskProblem: it ended without figures; the message says what it printed.
     """
-    lines = output.splitlines()
+    lines = look.output.splitlines()
     try:
         report = codec.loads(DiskReport, lines[0], where="disk figures") if lines else None
         write = codec.loads(_Write, lines[1], where="disk write") if len(lines) > 1 else None
     except RequestRefused:
         report = write = None
-    if report is None and has_ended:
-        raise DiskProblem(
-            f"{path}: its file system can't be looked at: {output.decode(errors='replace').strip()}."
-        )
+    if report is None and look.return_code is not None:
+        raise DiskProblem(f"{path}: its file system can't be looked at: {look.said.strip()}.")
     if report is None:
         report = DiskReport(
             path=path,

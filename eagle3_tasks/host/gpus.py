@@ -12,7 +12,7 @@ import os
 import pwd
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +43,28 @@ _MAX_NAMED = 8
 def read_gpus(*, deadline_seconds: float = DEADLINE_SECONDS) -> GpusReport:
     """Report on all cards through NVIDIA's Python library, else through ``nvidia-smi``."""
     if importlib.util.find_spec("pynvml") is not None:
-        code, output = run_module(__spec__.name, deadline_seconds=deadline_seconds)
-        if code is None:
+        look = run_module(__spec__.name, deadline_seconds=deadline_seconds)
+        if look.return_code is None:
             return _hung(deadline_seconds)
         try:
-            return codec.loads(GpusReport, output, where="GPU report")
+            return codec.loads(GpusReport, look.output, where="GPU report")
         except RequestRefused:
             pass
     return _read_nvidia_smi(deadline_seconds)
 
 
 def judge_gpus(report: GpusReport, needed_cards: int, device: str, our_pids: Collection[int]) -> ProbeVerdict:
-    """Decide whether ``needed_cards`` cards are free.
+    """Decide whether the cards that a job with ``needed_cards`` uses, 0 and following, are free.
 
-    Memory held at 0 % utilisation is held. What can't be learnt of a card is neither free
-    nor busy: where the answer hangs on such cards, ``is_ready`` is None.
+    A free card beyond those helps it nothing. Memory held at 0 % utilisation is held. What
+    can't be learnt of a card is neither free nor busy: where the answer hangs on such cards,
+    ``is_ready`` is None.
     """
     if device == "cpu":
         line = "no GPU is needed: the run chose the CPU."
         return ProbeVerdict(is_ready=True, line=line, figures={"needed_cards": 0})
-    verdicts = [(card, *_judge_card(card, our_pids)) for card in report.cards]
+    used = [card for card in report.cards if card.index < needed_cards]
+    verdicts = [(card, *_judge_card(card, our_pids)) for card in used]
     free = [card.index for card, is_free, _ in verdicts if is_free]
     unknown = [card.index for card, is_free, _ in verdicts if is_free is None]
     others = [f"{card.index} {reason}" for card, is_free, reason in verdicts if not is_free]
@@ -81,21 +83,35 @@ def judge_gpus(report: GpusReport, needed_cards: int, device: str, our_pids: Col
             line=f"no GPU answers: {report.problem} {remedy}",
             figures=figures,
         )
-    facts = f"{len(free)} of {needed_cards} needed GPUs are free, {len(report.cards)} answer"
+    missing = sorted(set(range(needed_cards)) - {card.index for card in used})
+    facts = (
+        f"the job uses {_cards(range(needed_cards))}: {len(free)} of {needed_cards} free, "
+        f"{len(report.cards)} answer in all"
+    )
     if others:
         more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
         facts += f"; not free: {'; '.join(others[:_MAX_NAMED])}{more}"
     if report.problem:
         facts += f"; {report.problem}"
-    if len(report.cards) < needed_cards:
-        missing = needed_cards - len(report.cards)
-        line = f"{facts}. {missing} card(s) are missing: look for Xid errors in `dmesg`, or ask for fewer."
+    if missing:
+        line = f"{facts}. Missing: {_cards(missing)}; look for Xid errors in `dmesg`, or ask for fewer."
         return ProbeVerdict(is_ready=False, line=line, figures=figures)
-    if len(free) >= needed_cards:
+    if len(free) == needed_cards:
         return ProbeVerdict(is_ready=True, line=f"{facts}.", figures=figures)
-    if len(free) + len(unknown) >= needed_cards:
+    if len(free) + len(unknown) == needed_cards:
         return ProbeVerdict(is_ready=None, line=f"cannot tell: {facts}.", figures=figures)
     return ProbeVerdict(is_ready=False, line=f"{facts}.", figures=figures)
+
+
+def _cards(indices: Sequence[int]) -> str:
+    """Name cards: ``card 2``, ``cards 0 to 3``, ``cards 1, 3``."""
+    if not indices:
+        return "no card"
+    if len(indices) == 1:
+        return f"card {indices[0]}"
+    if indices[-1] - indices[0] == len(indices) - 1:
+        return f"cards {indices[0]} to {indices[-1]}"
+    return f"cards {', '.join(map(str, indices))}"
 
 
 def _judge_card(card: GpuReport, our_pids: Collection[int]) -> tuple[bool | None, str]:
@@ -132,15 +148,17 @@ def _read_nvidia_smi(deadline_seconds: float) -> GpusReport:
     if program is None:
         problem = "this host has no NVIDIA driver: neither its library nor nvidia-smi is there."
         return GpusReport(cards=(), problem=problem, is_broken=True)
-    _, apps = run_with_deadline([program, *apps_arguments()], deadline_seconds)
-    holders = parse_holders(apps.decode(errors="replace"))
+    apps = run_with_deadline([program, *apps_arguments()], deadline_seconds)
+    holders = parse_holders(apps.output.decode(errors="replace"))
     for fields in (FIELDS, OLD_FIELDS):
-        code, output = run_with_deadline([program, *query_arguments(fields)], deadline_seconds)
-        if code is None:
+        look = run_with_deadline([program, *query_arguments(fields)], deadline_seconds)
+        if look.return_code is None:
             return _hung(deadline_seconds)
-        if code != _INVALID_QUERY:
+        if look.return_code != _INVALID_QUERY:
             break
-    report = parse_cards(code or 0, output.decode(errors="replace"), fields=fields, holders=holders)
+    # It names its troubles on either stream; without any, the second one is not its own.
+    text = look.said if look.return_code else look.output.decode(errors="replace")
+    report = parse_cards(look.return_code, text, fields=fields, holders=holders)
     pids = {holder.pid for card in report.cards for holder in card.holders or ()}
     return with_holder_names(report, {pid: describe_holder(pid, None) for pid in pids})
 

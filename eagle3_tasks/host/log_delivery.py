@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,6 +23,9 @@ from eagle3_tasks.host.job_folder import read_leniently
 MINUTE_SECONDS = 60.0
 MAX_MINUTE_BYTES = 1 << 20
 MAX_JOB_BYTES = 64 << 20
+MAX_REPLY_LOG_BYTES = 2 << 20
+"""Of one reply to a poll, all its jobs together; jobs beyond it get a little each."""
+MIN_PIECE_BYTES = 1 << 10
 END_BYTES = 512 << 10
 """Length of the first and of the last part that a flooding minute, or job, keeps."""
 _ALIGN_BYTES = 4096
@@ -69,7 +73,21 @@ def close_log(marks: LogMarks, size: int) -> LogMarks:
     return LogMarks(minute_start=size, omitted=omitted, kept_bytes=marks.kept_bytes + size - stop)
 
 
-def next_range(marks: LogMarks, offset: int, size: int) -> tuple[int, int, int]:
+class LogTurns:
+    """Whose log comes first in the next reply, so that no loud job starves the others."""
+
+    def __init__(self) -> None:
+        self.last = ""
+        """Key of the last job that had a share of the reply before."""
+
+    def order(self, keys: Sequence[str]) -> list[int]:
+        """Give the places of ``keys`` in the order in which their logs are read."""
+        return sorted(range(len(keys)), key=lambda index: (keys[index] <= self.last, keys[index]))
+
+
+def next_range(
+    marks: LogMarks, offset: int, size: int, max_bytes: int = MAX_LOG_PIECE_BYTES
+) -> tuple[int, int, int]:
     """Choose which bytes follow ``offset`` in what is handed on.
 
     Returns:
@@ -86,11 +104,11 @@ def next_range(marks: LogMarks, offset: int, size: int) -> tuple[int, int, int]:
         elif start < begin:
             limit = min(limit, begin)
             break
-    limit = min(limit, start + MAX_LOG_PIECE_BYTES)
+    limit = min(limit, start + max_bytes)
     return (start, limit, skipped) if limit > start else (offset, offset, 0)
 
 
-def read_piece(folder: Path, *, is_final: bool) -> LogPiece:
+def read_piece(folder: Path, *, is_final: bool, max_bytes: int = MAX_LOG_PIECE_BYTES) -> LogPiece:
     """Read the piece after what has been confirmed.
 
     Asked again without a confirmation, it gives the same place again. A character is
@@ -105,27 +123,37 @@ def read_piece(folder: Path, *, is_final: bool) -> LogPiece:
             if is_final:
                 # Equal to what the runner marked; needed where it died before it could.
                 marks = close_log(marks, size)
-            return _read_range(file, marks, min(delivered.offset if delivered else 0, size), size, is_final)
+            look = _Look(file=file, marks=marks, size=size, is_final=is_final, max_bytes=max_bytes)
+            return _read_range(look, min(delivered.offset if delivered else 0, size))
     except FileNotFoundError:
         return LogPiece(start=0, stop=0, size=0, data="")
 
 
-def _read_range(file: BinaryIO, marks: LogMarks, offset: int, size: int, is_final: bool) -> LogPiece:
-    start, stop, omitted = next_range(marks, offset, size)
-    file.seek(start)
-    content = file.read(stop - start)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Look:
+    file: BinaryIO
+    marks: LogMarks
+    size: int
+    is_final: bool
+    max_bytes: int
+
+
+def _read_range(look: _Look, offset: int) -> LogPiece:
+    start, stop, omitted = next_range(look.marks, offset, look.size, look.max_bytes)
+    look.file.seek(start)
+    content = look.file.read(stop - start)
     if omitted:
         dropped = _broken_line_bytes(content)
         start, omitted, content = start + dropped, omitted + dropped, content[dropped:]
-    if not (is_final and stop == size):
+    if not (look.is_final and stop == look.size):
         whole = content[: len(content) - _cut_character_bytes(content)]
-        if content and not whole and any(begin == stop for begin, _ in marks.omitted):
+        if content and not whole and any(begin == stop for begin, _ in look.marks.omitted):
             # The rest of this character is left out: what is here of it is left out too.
-            piece = _read_range(file, marks, stop, size, is_final)
+            piece = _read_range(look, stop)
             return dataclasses.replace(piece, omitted_bytes=piece.omitted_bytes + omitted + len(content))
         content = whole
     data = base64.b64encode(content).decode("ascii")
-    return LogPiece(start=start, stop=start + len(content), size=size, data=data, omitted_bytes=omitted)
+    return LogPiece(start=start, stop=start + len(content), size=look.size, data=data, omitted_bytes=omitted)
 
 
 def confirm(folder: Path, offset: int) -> None:

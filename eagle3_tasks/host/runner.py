@@ -8,6 +8,7 @@ lease, ends whatever the command left behind, and writes the exit record last.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -25,7 +26,8 @@ from eagle3_tasks.contracts.paths import RootLayout
 from eagle3_tasks.contracts.stages import GENERATION_FOLDER_VARIABLE
 from eagle3_tasks.host import job_folder as jobs
 from eagle3_tasks.host import job_records as records
-from eagle3_tasks.host.files import PRIVATE_FILE, read_json, write_json
+from eagle3_tasks.host.disk_errors import disk_problem, is_disk_error
+from eagle3_tasks.host.files import read_json, write_json
 from eagle3_tasks.host.job_end import (
     Stop,
     exit_record,
@@ -54,6 +56,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 5.0
 LOOK_SECONDS = 0.1
 EXIT_RETRY_SECONDS = 1.0
+_NO_PROGRAM = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENOEXEC}
 
 
 class Attempt:
@@ -182,12 +185,7 @@ def main(arguments: list[str]) -> int:
     except Exception as error:
         logger.exception("the runner failed")
         attempt.end_tree()
-        problem = (
-            error
-            if isinstance(error, PipelineError)
-            else UnexpectedFailure(f"{type(error).__name__}: {error}.")
-        )
-        record = failed_before_start(problem)
+        record = failed_before_start(problem_of(error))
     attempt.mark_log(is_final=True)
     write_exit(folder, record)
     return 0
@@ -266,7 +264,8 @@ def start_command(attempt: Attempt) -> subprocess.Popen[bytes]:
     """Start the job's command, without a shell.
 
     Raises:
-        MissingSoftware: there is no such program.
+        MissingSoftware: there is no such program, or it can't be executed.
+        OSError: anything else that keeps it from starting, such as a full disk.
     """
     spec = attempt.spec
     argv = [sys.executable if spec.argv[0] == AGENT_PYTHON else spec.argv[0], *spec.argv[1:]]
@@ -274,11 +273,12 @@ def start_command(attempt: Attempt) -> subprocess.Popen[bytes]:
     environment = release_environment(inherited | dict(spec.environment)) | {
         GENERATION_FOLDER_VARIABLE: str(attempt.folder),
     }
-    log = os.open(attempt.folder / records.LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
-    try:
-        with tempfile.TemporaryFile(dir=attempt.folder) as text:
-            text.write(spec.stdin.encode("utf-8", "surrogatepass"))
-            text.seek(0)
+    log_path = attempt.folder / records.LOG_FILE
+    with log_path.open("ab") as log, tempfile.TemporaryFile(dir=attempt.folder) as text:
+        text.write(spec.stdin.encode("utf-8", "surrogatepass"))
+        # The file's own pointer is the command's: nothing may still be in the buffer.
+        text.seek(0)
+        try:
             return subprocess.Popen(
                 argv,
                 stdin=text,
@@ -288,13 +288,23 @@ def start_command(attempt: Attempt) -> subprocess.Popen[bytes]:
                 env=environment,
                 pass_fds=attempt.descriptors,
             )
-    except OSError as error:
-        raise MissingSoftware(
-            f"{argv[0]!r} can't be started on the host: {error.strerror}. "
-            "Install it, or name another program."
-        ) from error
-    finally:
-        os.close(log)
+        except OSError as error:
+            # The folder it shall run in is named as well where that is what can't be entered.
+            if error.errno not in _NO_PROGRAM or error.filename == str(attempt.folder):
+                raise
+            raise MissingSoftware(
+                f"{argv[0]!r} can't be started on the host: {error.strerror}. "
+                "Install it, or name another program."
+            ) from error
+
+
+def problem_of(error: Exception) -> PipelineError:
+    """Class what went wrong in the runner itself."""
+    if isinstance(error, PipelineError):
+        return error
+    if isinstance(error, OSError) and is_disk_error(error):
+        return disk_problem(error)
+    return UnexpectedFailure(f"{type(error).__name__}: {error}.")
 
 
 def reap_children(*, except_pid: int | None) -> None:

@@ -11,8 +11,9 @@ import time
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
-from eagle3_tasks.contracts.errors import DiskProblem, ErrorRecord, PipelineError, UnexpectedFailure
+from eagle3_tasks.contracts.errors import ErrorRecord, PipelineError, UnexpectedFailure
 from eagle3_tasks.contracts.jobs import (
+    MAX_LOG_PIECE_BYTES,
     AcknowledgeBody,
     CancelBody,
     JobSpec,
@@ -26,9 +27,17 @@ from eagle3_tasks.contracts.jobs import (
 from eagle3_tasks.contracts.paths import RootLayout
 from eagle3_tasks.host import job_folder as jobs
 from eagle3_tasks.host import job_records as records
+from eagle3_tasks.host.disk_errors import disk_problem
 from eagle3_tasks.host.files import PRIVATE_FILE, file_lock, make_private_folder, read_json, write_json
 from eagle3_tasks.host.launch import launch_detached
-from eagle3_tasks.host.log_delivery import confirm, last_lines, read_piece
+from eagle3_tasks.host.log_delivery import (
+    MAX_REPLY_LOG_BYTES,
+    MIN_PIECE_BYTES,
+    LogTurns,
+    confirm,
+    last_lines,
+    read_piece,
+)
 from eagle3_tasks.host.machine import host_name
 from eagle3_tasks.host.process import find_job_processes, terminate_tree
 from eagle3_tasks.host.root_folder import prepare_root
@@ -43,12 +52,15 @@ _LOOK_SECONDS = 0.02
 class JobVerbs:
     """The verbs on jobs, for one ROOT on the machine of that identity.
 
-    ``runners`` are those that this agent started and has to collect when they end.
+    ``runners`` are those that this agent started and has to collect when they end. With
+    ``make_root`` a submit makes a ROOT that isn't there.
     """
 
     root: Path
+    make_root: bool
     machine_id: str
     environment: Mapping[str, str]
+    log_turns: LogTurns = dataclasses.field(default_factory=LogTurns)
     runners: list[subprocess.Popen[bytes]] = dataclasses.field(default_factory=list[subprocess.Popen[bytes]])
 
     def submit(self, body: SubmitBody) -> JobStatus:
@@ -59,11 +71,13 @@ class JobVerbs:
 
         Raises:
             InvalidSettings: no job can live under this ROOT.
+            DiskProblem: ROOT is not there, or its disk is broken.
             UnexpectedFailure: processes of the generation before can't be ended, or the
                 runner does not start. Nothing runs then.
         """
         spec = body.spec
-        job_folder = make_private_folder(RootLayout(prepare_root(self.root)).job(spec.key))
+        root = prepare_root(self.root, make_root=self.make_root)
+        job_folder = make_private_folder(RootLayout(root).job(spec.key))
         with _submit_lock(job_folder):
             jobs.lease_path(job_folder).touch(mode=PRIVATE_FILE)
             view = jobs.read_job(job_folder, machine_id=self.machine_id)
@@ -79,36 +93,50 @@ class JobVerbs:
             return jobs.status_of(jobs.read_job(job_folder, machine_id=self.machine_id))
 
     def poll(self, body: PollBody) -> PollReply:
-        """Tell the state of each job, with the next piece of its log, and renew its lease."""
+        """Tell the state of each job, with the next piece of its log, and renew its lease.
+
+        Many loud jobs share what a reply may hold of logs.
+        """
         # A set of Popen objects is polled by whoever comes by; ended ones are forgotten.
         self.runners[:] = [runner for runner in self.runners if runner.poll() is None]
-        statuses: list[JobStatus] = []
+        statuses: dict[int, JobStatus] = {}
         errors: dict[str, ErrorRecord] = {}
-        for item in body.jobs:
+        num_left = MAX_REPLY_LOG_BYTES
+        for index in self.log_turns.order([item.key for item in body.jobs]):
+            item = body.jobs[index]
             try:
-                statuses.append(self._poll_one(item))
+                status = self._poll_one(
+                    item, max_bytes=max(MIN_PIECE_BYTES, min(num_left, MAX_LOG_PIECE_BYTES))
+                )
             except PipelineError as error:
                 errors[item.key] = error.record()
             except OSError as error:
                 errors[item.key] = disk_problem(error).record()
-        return PollReply(jobs=tuple(statuses), errors=errors)
+            else:
+                statuses[index] = status
+                if num_left > 0:
+                    self.log_turns.last = item.key
+                num_left -= status.log.stop - status.log.start if status.log else 0
+        return PollReply(jobs=tuple(statuses[index] for index in sorted(statuses)), errors=errors)
 
     def cancel(self, body: CancelBody) -> JobStatus:
         """Record that a person wants the job to stop; its runner obeys within half a second.
 
-        Where the runner is dead, what lives of the job is ended here.
+        Where the runner is dead, what lives of the job is ended here. A submit that is under
+        way is waited for: what it starts is meant as well.
         """
         job_folder = RootLayout(self.root).job(body.key)
         view = jobs.read_job(job_folder, machine_id=self.machine_id)
-        if view.folder is not None and not view.state.is_final:
-            path = view.folder / records.CANCEL_FILE
-            if not path.exists():
-                write_json(path, records.CancelRecord(reason=body.reason, at=time.time()))
-        elif view.state is JobState.LOST:
+        is_living = view.state in (JobState.QUEUED, JobState.RUNNING)
+        if not is_living and job_folder.is_dir():
             with _submit_lock(job_folder):
                 view = jobs.read_job(job_folder, machine_id=self.machine_id)
                 if view.state is JobState.LOST:
                     self._end_remains(job_folder, view, grace_seconds=_grace_seconds(view, 0.0))
+        if view.folder is not None and not view.state.is_final:
+            path = view.folder / records.CANCEL_FILE
+            if not path.exists():
+                write_json(path, records.CancelRecord(reason=body.reason, at=time.time()))
         return jobs.status_of(jobs.read_job(job_folder, machine_id=self.machine_id))
 
     def acknowledge(self, body: AcknowledgeBody) -> JobStatus:
@@ -121,7 +149,7 @@ class JobVerbs:
             view = jobs.read_job(job_folder, machine_id=self.machine_id)
         return jobs.status_of(view)
 
-    def _poll_one(self, item: PollItem) -> JobStatus:
+    def _poll_one(self, item: PollItem, *, max_bytes: int) -> JobStatus:
         job_folder = RootLayout(self.root).job(item.key)
         # The state is read before the log: what a final state sees of the log is all of it.
         view = jobs.read_job(job_folder, machine_id=self.machine_id)
@@ -131,7 +159,7 @@ class JobVerbs:
             jobs.lease_path(job_folder).touch(mode=PRIVATE_FILE)
         if item.confirmed is not None and 0 < item.generation <= view.generation:
             confirm(jobs.generation_folder(job_folder, item.generation), item.confirmed)
-        piece = read_piece(view.folder, is_final=view.state.is_final)
+        piece = read_piece(view.folder, is_final=view.state.is_final, max_bytes=max_bytes)
         return dataclasses.replace(jobs.status_of(view), log=piece)
 
     @contextlib.contextmanager
@@ -162,11 +190,6 @@ class JobVerbs:
                 f"{host_name()}: {len(living)} process(es) of an earlier attempt survive KILL (pid {pids}), "
                 "as on a stalled disk or a hung GPU driver. Nothing was started. Reboot the host if so."
             )
-
-
-def disk_problem(error: OSError) -> DiskProblem:
-    """Translate what the system says about a file of ours."""
-    return DiskProblem(f"{host_name()}: {error.filename or 'the root folder'}: {error.strerror or error}.")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A shard's manifest: made from receipts when the shard is complete."""
+"""A shard's manifests: one a dataset, made from receipts when all its rows are there."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from eagle3_tasks.storage.fault_points import fault_point
 logger = logging.getLogger(__name__)
 
 
-def make_manifest(capture: Capture, rows: RowRange, samples: Sequence[str]) -> ShardManifest:
+def make_manifest(capture: Capture, *, dataset: str, rows: RowRange, samples: Sequence[str]) -> ShardManifest:
     """List where the samples of ``rows`` lie, also in segments of other shards.
 
     Args:
         capture: with its index loaded; each sample is committed or quarantined.
+        dataset: the digest of the dataset that has these rows.
         rows: the shard's rows.
         samples: the name of each row's sample, in row order.
     """
@@ -38,11 +39,12 @@ def make_manifest(capture: Capture, rows: RowRange, samples: Sequence[str]) -> S
     )
     unique = dict.fromkeys(entry.sample for entry in entries)
     return ShardManifest(
+        dataset=dataset,
         start=rows.start,
         stop=rows.stop,
         num_samples=len(entries),
         num_tokens=sum(entry.num_tokens for entry in entries),
-        num_bytes=sum(capture.location(sample).record["num_bytes"] for sample in unique),
+        num_bytes=sum(capture.location(sample).num_bytes for sample in unique),
         entries=entries,
         quarantined=tuple(
             capture.quarantined[sample] for sample in dict.fromkeys(samples) if sample in capture.quarantined
@@ -51,8 +53,8 @@ def make_manifest(capture: Capture, rows: RowRange, samples: Sequence[str]) -> S
 
 
 def write_manifest(folder: Path, manifest: ShardManifest) -> None:
-    """Write the manifest unless an equal one lies there. The caller holds the folder's lock."""
-    path = folder / names.MANIFEST
+    """Write the dataset's manifest unless an equal one lies there. The caller holds the folder's lock."""
+    path = folder / names.manifest_name(manifest.dataset)
     try:
         former = read_json(ShardManifest, path)
     except RequestRefused as error:

@@ -9,7 +9,7 @@
         receipts-0001.jsonl                 one line per committed segment of writer 1
         quarantine-0001.jsonl               samples that writer 1 gave up
         voids.jsonl                         samples that verification has set aside
-        manifest.json                       written when the shard is complete
+        manifest-DIGEST.json                one dataset's rows, written when all are there
 
 A generation here is one writer's opening of the folder. Segments carry it in their
 name: a writer that wakes up late can never overwrite a newer one's segment.
@@ -20,7 +20,6 @@ from __future__ import annotations
 import re
 
 LOCK = "shard.lock"
-MANIFEST = "manifest.json"
 VOIDS = "voids.jsonl"
 CAPTURE_FACTS = "capture.json"
 SET_ASIDE_SUFFIX = ".damaged"
@@ -43,6 +42,15 @@ def quarantine_name(generation: int) -> str:
 
 def segment_name(generation: int, number: int) -> str:
     return f"segment-{generation:04d}-{number:06d}.safetensors"
+
+
+def manifest_name(dataset: str) -> str:
+    return f"manifest-{dataset}.json"
+
+
+def is_manifest(name: str) -> bool:
+    """Say whether it is a manifest, of whatever dataset."""
+    return name.startswith("manifest") and name.endswith(".json")
 
 
 def is_segment(name: str) -> bool:

@@ -1,6 +1,7 @@
 """Reading and appending a shard's receipts: the only truth about what is committed.
 
-Readers keep plain dictionaries: a capture may hold a million samples.
+Records are plain dictionaries, and receipts can be had one at a time: a capture may hold a
+million samples.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle3_tasks.contracts import codec
 from eagle3_tasks.contracts.errors import DamagedData
@@ -35,6 +37,7 @@ class ShardRecords:
     """What counts in one shard's folder.
 
     Attributes:
+        receipt_files: names in the order of their writers, and up to which byte each counts.
         receipts: as written, oldest first, including samples that were voided later.
         quarantined: as written, oldest first.
         voided: pairs of segment and sample that verification has set aside.
@@ -43,6 +46,9 @@ class ShardRecords:
     """
 
     folder: Path
+    receipt_files: list[tuple[str, int | None]] = dataclasses.field(
+        default_factory=list[tuple[str, int | None]]
+    )
     receipts: list[dict[str, Any]] = dataclasses.field(default_factory=list[dict[str, Any]])
     quarantined: list[dict[str, Any]] = dataclasses.field(default_factory=list[dict[str, Any]])
     voided: set[tuple[str, str]] = dataclasses.field(default_factory=set[tuple[str, str]])
@@ -50,8 +56,27 @@ class ShardRecords:
     num_damaged_lines: int = 0
 
 
+class LinePlace(NamedTuple):
+    """Where a whole line lies, in a file of a shard's folder."""
+
+    file_name: str
+    start: int
+    num_bytes: int
+
+
 def read_shard(folder: Path) -> ShardRecords:
     """Read all that counts in a shard's folder, whether or not a writer is at work.
+
+    Raises:
+        DamagedData: a record of another storage version.
+    """
+    records = open_shard(folder)
+    records.receipts = [receipt for _, receipt in walk_receipts(records)]
+    return records
+
+
+def open_shard(folder: Path) -> ShardRecords:
+    """Read all that counts but the receipts, for :func:`walk_receipts`.
 
     Raises:
         DamagedData: a record of another storage version.
@@ -64,14 +89,40 @@ def read_shard(folder: Path) -> ShardRecords:
     for generation in sorted(generations):
         name = names.receipts_name(generation)
         if name in files:
-            records.receipts += _counted_lines(records, name, _limit(fence, name, generation))
+            records.receipt_files.append((name, _limit(fence, name, generation)))
         name = names.quarantine_name(generation)
         if name in files:
-            records.quarantined += _counted_lines(records, name, _limit(fence, name, generation))
+            limit = _limit(fence, name, generation)
+            records.quarantined += [line for _, line in _counted_lines(records, name, limit)]
     if names.VOIDS in files:
-        for void in _counted_lines(records, names.VOIDS, None):
+        for _, void in _counted_lines(records, names.VOIDS, None):
             records.voided.update((void["segment"], sample) for sample in void["samples"])
     return records
+
+
+def walk_receipts(records: ShardRecords) -> Iterator[tuple[LinePlace, dict[str, Any]]]:
+    """Give the receipts that count one at a time, oldest first, and where each lies.
+
+    Raises:
+        DamagedData: a receipt of another storage version.
+    """
+    for name, limit in records.receipt_files:
+        yield from _counted_lines(records, name, limit)
+
+
+def read_receipt(folder: Path, place: LinePlace) -> dict[str, Any]:
+    """Read one receipt again. Lines that counted once are never moved.
+
+    Raises:
+        DamagedData: it is no longer there, whole.
+    """
+    path = folder / place.file_name
+    with path.open("rb") as file:
+        file.seek(place.start)
+        value = _unseal(file.read(place.num_bytes))
+    if value is None:
+        raise DamagedData(f"{path}: the receipt at byte {place.start} changed. Clear the extract stage.")
+    return value
 
 
 def counted_bytes(folder: Path) -> dict[str, int]:
@@ -125,30 +176,36 @@ def _limit(fence: Fence | None, name: str, generation: int) -> int | None:
     return fence.counted_bytes.get(name, 0)
 
 
-def _counted_lines(records: ShardRecords, name: str, limit: int | None) -> list[dict[str, Any]]:
+def _counted_lines(
+    records: ShardRecords, name: str, limit: int | None
+) -> Iterator[tuple[LinePlace, dict[str, Any]]]:
     path = records.folder / name
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if limit is not None and limit < whole:
+    stop = ignored = 0
+    with path.open("rb") as file:
+        for number, whole_line in enumerate(file, start=1):
+            if not whole_line.endswith(b"\n"):
+                break
+            start, stop = stop, stop + len(whole_line)
+            line = whole_line if limit is None else whole_line[: max(0, limit - start)]
+            ignored += len(whole_line) - len(line)
+            if not line:
+                continue
+            value = _unseal(line)
+            if value is None:
+                records.num_damaged_lines += 1
+                logger.warning("damaged record ignored file=%s line=%d", path, number)
+            elif value.get("version") != STORAGE_VERSION:
+                raise DamagedData(
+                    f"{path} line {number} is of storage version {value.get('version')}; this release reads "
+                    f"{STORAGE_VERSION}. Use the release that wrote it."
+                )
+            else:
+                yield LinePlace(name, start, len(line)), value
+    if ignored:
         logger.warning(
             "late records ignored file=%s ignored_bytes=%d: an older writer appended them after a newer one "
-            "had begun", path, whole - limit,
+            "had begun", path, ignored,
         )  # fmt: skip
-        whole = limit
-    lines: list[dict[str, Any]] = []
-    for number, line in enumerate(content[:whole].splitlines(keepends=True), start=1):
-        value = _unseal(line)
-        if value is None:
-            records.num_damaged_lines += 1
-            logger.warning("damaged record ignored file=%s line=%d", path, number)
-        elif value.get("version") != STORAGE_VERSION:
-            raise DamagedData(
-                f"{path} line {number} is of storage version {value.get('version')}; this release reads "
-                f"{STORAGE_VERSION}. Use the release that wrote it."
-            )
-        else:
-            lines.append(value)
-    return lines
 
 
 def _unseal(line: bytes) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The lock of a shard's folder: one writer at a time, of whatever run."""
+"""Locks of folders that several runs may write: one writer at a time, of whatever run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,23 @@ _LOG_SECONDS = 30.0
 
 @contextlib.contextmanager
 def shard_lock(folder: Path, *, report_waiting: Callable[[float], None] | None = None) -> Iterator[None]:
-    """Hold the folder's lock; wait while another process, of this run or another, holds it.
+    """Hold the lock of a shard's folder. See :func:`writer_lock`."""
+    with writer_lock(folder / names.LOCK, report_waiting=report_waiting):
+        yield
 
-    The kernel frees the lock when its holder dies, so waiting always ends. The folder is
-    made if it is missing.
+
+@contextlib.contextmanager
+def writer_lock(path: Path, *, report_waiting: Callable[[float], None] | None = None) -> Iterator[None]:
+    """Hold a lock; wait while another process, of this run or another, holds it.
+
+    The kernel frees the lock when its holder dies, so waiting always ends. The lock's folder
+    is made if it is missing.
 
     Args:
-        folder: the shard's folder.
+        path: the file that is locked.
         report_waiting: called about four times a second with the seconds waited.
     """
+    folder = path.parent
     if not folder.is_dir():
         make_private_folder(folder)
         for parent in list(folder.parents)[:3]:
@@ -36,13 +44,13 @@ def shard_lock(folder: Path, *, report_waiting: Callable[[float], None] | None =
     began = time.monotonic()
     logged = -_LOG_SECONDS
     while True:
-        with file_lock(folder / names.LOCK, is_blocking=False) as held:
+        with file_lock(path, is_blocking=False) as held:
             if held is not None:
                 yield
                 return
         waited = time.monotonic() - began
         if waited - logged >= _LOG_SECONDS:
-            logger.info("waiting for another writer shard=%s waited_seconds=%.0f", folder.name, waited)
+            logger.info("waiting for another writer lock=%s waited_seconds=%.0f", path, waited)
             logged = waited
         if report_waiting is not None:
             report_waiting(waited)

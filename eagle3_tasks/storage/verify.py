@@ -19,7 +19,7 @@ from eagle3_tasks.contracts.errors import DamagedData
 from eagle3_tasks.contracts.receipts import VoidRecord
 from eagle3_tasks.host.files import sync_folder
 from eagle3_tasks.storage import names
-from eagle3_tasks.storage.capture import Capture, SampleLocation
+from eagle3_tasks.storage.capture import Capture
 from eagle3_tasks.storage.disk_guard import disk_errors
 from eagle3_tasks.storage.fault_points import fault_point
 from eagle3_tasks.storage.receipts import append_record, read_shard
@@ -86,15 +86,14 @@ def verify_samples(
         report_progress: called with the segments done and in all.
     """
     began = time.monotonic()
-    by_segment: dict[str, list[SampleLocation]] = collections.defaultdict(list)
+    by_segment: dict[str, list[str]] = collections.defaultdict(list)
     for sample in dict.fromkeys(samples):
-        location = capture.location(sample)
-        by_segment[location.segment].append(location)
+        by_segment[capture.location(sample).segment].append(sample)
     damages: dict[str, Damage] = {}
-    for segment, locations in by_segment.items():
-        reason = _size_fault(capture.folder / segment, locations[0].receipt)
+    for segment in by_segment:
+        reason = _size_fault(capture.folder / segment, capture.segment_bytes(segment))
         if reason is not None:
-            damages[segment] = _whole_segment(segment, locations[0].receipt, reason)
+            damages[segment] = _whole_segment(segment, capture.receipt(segment), reason)
     order = sorted(by_segment.keys() - damages.keys()) if tier != "quick" else []
     choice = random.Random(seed)  # noqa: S311 - a choice of samples, no secret
     choice.shuffle(order)
@@ -102,19 +101,19 @@ def verify_samples(
     for segment in order:
         if max_seconds is not None and time.monotonic() - began > max_seconds:
             break
-        locations = by_segment[segment]
+        names_here = by_segment[segment]
         chosen = (
-            locations
+            names_here
             if tier == "full"
-            else choice.sample(locations, min(_SAMPLES_PER_SEGMENT, len(locations)))
+            else choice.sample(names_here, min(_SAMPLES_PER_SEGMENT, len(names_here)))
         )
-        damage = _check_segment(capture.folder, segment, chosen)
-        if damage is not None and len(chosen) < len(locations):
-            damage = _check_segment(capture.folder, segment, locations)
+        damage = _check_segment(capture, segment, chosen)
+        if damage is not None and len(chosen) < len(names_here):
+            damage = _check_segment(capture, segment, names_here)
         if damage is not None:
             damages[segment] = damage
         num_samples += len(chosen)
-        num_bytes += sum(location.record["num_bytes"] for location in chosen)
+        num_bytes += sum(capture.location(sample).num_bytes for sample in chosen)
         num_done += 1
         if report_progress is not None:
             report_progress(num_done, len(order))
@@ -143,7 +142,9 @@ def set_aside(capture_folder: Path, damages: Iterable[Damage]) -> None:
             )
             append_record(path, void)
             fault_point("void_appended", folder.name)
-            (folder / names.MANIFEST).unlink(missing_ok=True)
+            for manifest in folder.iterdir():
+                if names.is_manifest(manifest.name):
+                    manifest.unlink()
             if not _has_good_samples(folder, name) and (folder / name).exists():
                 (folder / name).replace(folder / (name + names.SET_ASIDE_SUFFIX))
             sync_folder(folder)
@@ -170,28 +171,28 @@ def _whole_segment(segment: str, receipt: dict[str, Any], reason: str) -> Damage
     return Damage(segment=segment, samples=samples, reason=reason)
 
 
-def _size_fault(path: Path, receipt: dict[str, Any]) -> str | None:
+def _size_fault(path: Path, expected: int) -> str | None:
     try:
         size = path.stat().st_size
     except FileNotFoundError:
         return "the file is missing"
     except OSError as error:
         return f"the file can't be looked at ({error})"
-    expected: int = receipt["num_bytes"]
     return None if size == expected else f"{size} bytes lie on the disk, the receipt says {expected}"
 
 
-def _check_segment(capture_folder: Path, segment: str, locations: Sequence[SampleLocation]) -> Damage | None:
-    path = capture_folder / segment
-    receipt = locations[0].receipt
+def _check_segment(capture: Capture, segment: str, samples: Sequence[str]) -> Damage | None:
+    path = capture.folder / segment
+    receipt = capture.receipt(segment)
+    records: dict[str, dict[str, Any]] = {record["sample"]: record for record in receipt["samples"]}
     try:
         places, header_checksum = read_header(path)
         if header_checksum != receipt["header_checksum"]:
             return _whole_segment(segment, receipt, "the header's checksum is wrong")
         faults = [
-            (str(location.record["sample"]), fault)
-            for location in locations
-            if (fault := _sample_fault(path, places, location.record)) is not None
+            (sample, fault)
+            for sample in samples
+            if (fault := _sample_fault(path, places, records[sample])) is not None
         ]
     except (OSError, DamagedData) as error:
         return _whole_segment(segment, receipt, f"reading failed: {error}")

@@ -19,10 +19,11 @@ from torch import Tensor
 from eagle3_tasks.contracts.errors import DamagedData, RequestRefused
 from eagle3_tasks.draft.trained import read_tensors, write_tensors
 from eagle3_tasks.host.files import make_private_folder, read_json, write_json
+from eagle3_tasks.training.spec import HistoryEntry
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_VERSION = 1
+CHECKPOINT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 NUM_KEPT = 2
 _FOLDER = re.compile(r"step_(\d{8,})")
@@ -41,7 +42,8 @@ class RankFile:
 class CheckpointManifest:
     """``step`` is also the position in the plan, which ``plan_digest`` names.
 
-    ``window`` holds the sums of the history line that was not yet full.
+    ``window`` holds the sums of the history line that was not yet full, ``last`` the newest
+    full one: of a checkpoint at the plan's end it is the training's result.
     """
 
     version: int = CHECKPOINT_VERSION
@@ -49,6 +51,7 @@ class CheckpointManifest:
     plan_digest: str
     files: tuple[RankFile, ...]
     window: tuple[float, ...]
+    last: HistoryEntry | None = None
     seconds: float
 
 

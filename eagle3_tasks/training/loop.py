@@ -98,18 +98,20 @@ class TrainingOutcome:
 def run_training(training: Training, resume_step: int) -> TrainingOutcome:
     """Train from checkpoint ``resume_step`` (0: fresh) to the plan's end, and checkpoint there.
 
+    Of a checkpoint at the end nothing is left to train: its result is given once more, since
+    an attempt can die between that checkpoint and the result's file.
+
     Raises:
         TrainingProblem: some rank failed, or the gradient is not finite; on every rank.
         DamagedData: a checkpoint or sample can't be used.
     """
     settings, plan, group = training.settings, training.plan, training.group
     optimizer = make_optimizer(training.model, settings)
-    window, seconds_before = _resume(training, optimizer, resume_step)
+    window, last, seconds_before = _resume(training, optimizer, resume_step)
     exchange = StepExchange(list(training.model.parameters()), group, num_figures=2 + 2 * settings.ttt_steps)
     is_writer = group.rank == 0
     line_steps = steps_per_line(plan.num_steps)
     begun = saved = reported = logged = training.clock()
-    last: HistoryEntry | None = None
     for step in range(resume_step, plan.num_steps):
         learning_rate = learning_rate_at(step, plan.num_steps, settings)
         wants_checkpoint = is_writer and training.clock() - saved >= settings.checkpoint_minutes * 60
@@ -138,10 +140,12 @@ def run_training(training: Training, resume_step: int) -> TrainingOutcome:
                 logged = now
                 _log(progress)
         if is_due or done == plan.num_steps:
-            _save(training, optimizer, done, window, seconds_before + now - begun)
+            _save(training, optimizer, done, window=window, last=last, seconds=seconds_before + now - begun)
             saved = training.clock()
     if last is None:
-        raise TrainingProblem(f"step {resume_step} of {plan.num_steps}: nothing was left to train.")
+        raise DamagedData(
+            f"checkpoint of step {resume_step} of {plan.num_steps} holds no result. Remove it, then retry."
+        )
     return TrainingOutcome(last=last, seconds=seconds_before + training.clock() - begun)
 
 
@@ -212,11 +216,14 @@ def _backward(training: Training, rows: tuple[int, ...]) -> Tensor:
     ).to(torch.float32)
 
 
-def _resume(training: Training, optimizer: torch.optim.AdamW, resume_step: int) -> tuple[Window, float]:
+def _resume(
+    training: Training, optimizer: torch.optim.AdamW, resume_step: int
+) -> tuple[Window, HistoryEntry | None, float]:
+    """Give the open window, the newest full line and the seconds so far; the state is restored in place."""
     if training.group.rank == 0:
         cut_history(training.folder, resume_step)
     if resume_step == 0:
-        return empty_window(training.settings.ttt_steps), 0.0
+        return empty_window(training.settings.ttt_steps), None, 0.0
     manifest, tensors = read_checkpoint(training.folder / CHECKPOINTS_FOLDER, resume_step)
     try:
         restore_tensors(training.model, optimizer, tensors, resume_step)
@@ -226,11 +233,17 @@ def _resume(training: Training, optimizer: torch.optim.AdamW, resume_step: int) 
     logger.info(
         "training resumed rank=%d step=%d of=%d", training.group.rank, resume_step, training.plan.num_steps
     )
-    return window_from_numbers(manifest.window), manifest.seconds
+    return window_from_numbers(manifest.window), manifest.last, manifest.seconds
 
 
 def _save(
-    training: Training, optimizer: torch.optim.AdamW, step: int, window: Window, seconds: float
+    training: Training,
+    optimizer: torch.optim.AdamW,
+    step: int,
+    *,
+    window: Window,
+    last: HistoryEntry | None,
+    seconds: float,
 ) -> None:
     """Write this rank's share; when all have, rank 0 makes the checkpoint valid."""
     begun = training.clock()
@@ -250,6 +263,7 @@ def _save(
                 for rank, (num_bytes, crc32) in enumerate(files)
             ),
             window=window.numbers(),
+            last=last,
             seconds=seconds,
         )
         commit_checkpoint(checkpoints, manifest)

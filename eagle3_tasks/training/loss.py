@@ -1,7 +1,7 @@
 """The loss of a batch, as sums that ranks can add up, and what the draft model got right.
 
 Shapes: B samples, T tokens, D hidden, V draft vocabulary, P trained positions, R those of
-them that a step can reach, K TTT steps.
+them that a step can reach, C some of these, K TTT steps.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ import dataclasses
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from eagle3_tasks.draft.model import DraftModel
 from eagle3_tasks.training.batch import Batch
-from eagle3_tasks.training.teacher import Teacher, ask_teacher
+from eagle3_tasks.training.teacher import Answers, Teacher, ask_teacher
 from eagle3_tasks.training.unroll import unroll
 
 STEP_DECAY = 0.8
+# Above this many positions a step's logits are computed some positions at a time and once more
+# in the backward pass: kept for all steps, they would fill the memory.
+_POSITIONS_AT_ONCE = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,14 +61,45 @@ def compute_sums(model: DraftModel, teacher: Teacher, batch: Batch, ttt_steps: i
         index_R = (origin_P >= 0).nonzero().flatten()
         trained.append(origin_P.new_tensor(len(index_R)))
         index_R = index_R[answers.is_inside_P[index_R]]
-        logits_RV = model.logits(hidden_BTD[batch.sample_P[index_R], origin_P[index_R]]).float()
-        log_probabilities_RV = torch.log_softmax(logits_RV, dim=-1)
-        cross_entropy = -(answers.probabilities_PV[index_R] * log_probabilities_RV).sum()
+        hidden_RD = hidden_BTD[batch.sample_P[index_R], origin_P[index_R]]
+        cross_entropy, num_correct = _compare(model, answers, hidden_RD, index_R)
         loss = loss + STEP_DECAY**step * cross_entropy
-        correct.append((logits_RV.argmax(dim=-1) == answers.draft_id_P[index_R]).sum())
+        correct.append(num_correct)
     return BatchSums(
         loss=loss,
         num_valid=answers.is_inside_P.sum(),
         num_correct_K=torch.stack(correct),
         num_trained_K=torch.stack(trained),
     )
+
+
+def _compare(
+    model: DraftModel, answers: Answers, hidden_RD: Tensor, index_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sum cross entropies and right first choices over the positions ``index_R`` of the answers."""
+    if len(index_R) <= _POSITIONS_AT_ONCE:
+        return _compare_at_once(model, answers, hidden_RD, index_R)
+    parts = [
+        checkpoint(
+            _compare_at_once,
+            model,
+            answers,
+            hidden_CD,
+            index_C,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for hidden_CD, index_C in zip(
+            hidden_RD.split(_POSITIONS_AT_ONCE), index_R.split(_POSITIONS_AT_ONCE), strict=True
+        )
+    ]
+    cross_entropies, num_correct = zip(*parts, strict=True)
+    return torch.stack(cross_entropies).sum(), torch.stack(num_correct).sum()
+
+
+def _compare_at_once(
+    model: DraftModel, answers: Answers, hidden_CD: Tensor, index_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    logits_CV = model.logits(hidden_CD).float()
+    cross_entropy = -(answers.probabilities_PV[index_C] * torch.log_softmax(logits_CV, dim=-1)).sum()
+    return cross_entropy, (logits_CV.argmax(dim=-1) == answers.draft_id_P[index_C]).sum()

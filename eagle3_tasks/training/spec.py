@@ -12,7 +12,7 @@ HISTORY_FILE = "history.jsonl"
 CHECKPOINTS_FOLDER = "checkpoints"
 ERRORS_FOLDER = "errors"
 
-TRAINING_VERSION = 1
+TRAINING_VERSION = 2
 """Raised when a change of the code gives other weights from equal inputs."""
 
 
@@ -21,7 +21,8 @@ class TrainingSpec:
     """``spec.json`` in the training's folder; the names lead to folders under ROOT.
 
     ``resume_step`` is the checkpoint to continue from, 0 for none: decided once, so that
-    all ranks begin at the same one.
+    all ranks begin at the same one. ``plan_digest`` names the plan that every rank has to
+    arrive at by itself.
     """
 
     version: int = TRAINING_VERSION
@@ -31,6 +32,7 @@ class TrainingSpec:
     vocabulary: str
     num_ranks: int
     resume_step: int
+    plan_digest: str
     settings: Settings
 
 

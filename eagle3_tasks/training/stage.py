@@ -24,11 +24,13 @@ from eagle3_tasks.contracts.errors import (
 from eagle3_tasks.contracts.jobs import Progress
 from eagle3_tasks.contracts.run_records import PlanRecord, TrainingRecord, VocabularyRecord
 from eagle3_tasks.data.dataset import Dataset
-from eagle3_tasks.draft.trained import TrainingResult, read_result
+from eagle3_tasks.draft.trained import PLOT_FILE, TrainingResult, read_result
 from eagle3_tasks.host.files import file_lock, make_private_folder, read_json, write_json
 from eagle3_tasks.host.stage_context import StageContext
 from eagle3_tasks.storage.capture import Capture
 from eagle3_tasks.training.checkpoint import newest_whole_checkpoint
+from eagle3_tasks.training.history import read_history
+from eagle3_tasks.training.plot import plot_history
 from eagle3_tasks.training.processes import start_processes
 from eagle3_tasks.training.spec import (
     CHECKPOINTS_FOLDER,
@@ -79,9 +81,12 @@ def run_train(context: StageContext) -> dict[str, Any]:
                 vocabulary=vocabulary.vocabulary,
                 num_ranks=settings.host.training_processes,
                 resume_step=0,
+                plan_digest="",
                 settings=settings,
             )
             result = _train(context, spec, dataset, capture, folder)
+        if not (folder / PLOT_FILE).exists():
+            plot_history(folder / PLOT_FILE, read_history(folder))
     logger.info(
         "training ready digest=%s steps=%d loss=%.4f acceptance=%s seconds=%.1f reused=%s",
         digest, result.num_steps, result.final_loss,
@@ -139,7 +144,7 @@ def _train(
 ) -> TrainingResult:
     plan_digest = digest_of(plan_of(spec, dataset, capture).steps)
     resume_step = newest_whole_checkpoint(folder / CHECKPOINTS_FOLDER, plan_digest)
-    spec = dataclasses.replace(spec, resume_step=resume_step)
+    spec = dataclasses.replace(spec, resume_step=resume_step, plan_digest=plan_digest)
     shutil.rmtree(folder / ERRORS_FOLDER, ignore_errors=True)
     (folder / PROGRESS_FILE).unlink(missing_ok=True)
     write_json(folder / SPEC_FILE, spec)

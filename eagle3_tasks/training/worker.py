@@ -14,7 +14,13 @@ import torch.distributed as dist
 
 from eagle3_tasks.contracts import codec
 from eagle3_tasks.contracts.digests import digest_of
-from eagle3_tasks.contracts.errors import InvalidInput, OutOfMemory, PipelineError, TrainingProblem
+from eagle3_tasks.contracts.errors import (
+    DamagedData,
+    InvalidInput,
+    OutOfMemory,
+    PipelineError,
+    TrainingProblem,
+)
 from eagle3_tasks.contracts.jobs import Progress
 from eagle3_tasks.contracts.paths import RootLayout
 from eagle3_tasks.data.dataset import Dataset
@@ -71,7 +77,11 @@ def main() -> int:
 
 
 def train(spec: TrainingSpec, group: RankGroup, device: torch.device, folder: Path) -> None:
-    """Load what ``spec`` names, train, and leave the result; on one of ``group``'s ranks."""
+    """Load what ``spec`` names, train, and leave the result; on one of ``group``'s ranks.
+
+    Raises:
+        DamagedData: the capture has changed since the training was started.
+    """
     torch.use_deterministic_algorithms(mode=True)
     layout = RootLayout(Path(spec.settings.host.root))
     dataset = Dataset(layout.dataset(spec.dataset))
@@ -79,6 +89,15 @@ def train(spec: TrainingSpec, group: RankGroup, device: torch.device, folder: Pa
     capture.load_index()
     plan = plan_of(spec, dataset, capture)
     rows = usable_rows(dataset, capture)
+    plan_digest = digest_of(plan.steps)
+    if plan_digest != spec.plan_digest:
+        # Another extraction may commit to the same capture while processes start: ranks that
+        # see different samples would take different steps and wait for each other.
+        raise DamagedData(
+            f"rank {group.rank}: capture {spec.capture} now holds {len(rows)} of the dataset's "
+            f"{dataset.num_samples} samples and gives plan {plan_digest}, not {spec.plan_digest} as when the "
+            "training was started: it has changed since. Retry."
+        )
     vocabulary = read_vocabulary(layout.vocabulary(spec.vocabulary))
     weights = read_target_weights(spec.settings)
     model = initialize_draft_model(
@@ -92,7 +111,7 @@ def train(spec: TrainingSpec, group: RankGroup, device: torch.device, folder: Pa
     training = Training(
         settings=spec.settings.training,
         plan=plan,
-        plan_digest=digest_of(plan.steps),
+        plan_digest=spec.plan_digest,
         dataset=dataset,
         capture=capture,
         model=model,

@@ -19,12 +19,20 @@ from airflow.sdk.definitions.param import ParamsDict
 from eagle3_tasks.contracts import codec
 from eagle3_tasks.contracts.errors import InvalidSettings
 from eagle3_tasks.contracts.presets import PRESETS
-from eagle3_tasks.contracts.settings import SECTIONS, HostSettings, Settings, settings_from_flat
+from eagle3_tasks.contracts.settings import (
+    SECTIONS,
+    HostSettings,
+    Settings,
+    host_settings,
+    settings_from_flat,
+)
 
 PRESET = "preset"
 DEFAULT_PRESET = "default"
 NOT_SET = "(the preset's value)"
-HOST_FIELDS = ("ssh_conn_id", "root", "python")
+HOST_FIELDS = (
+    "ssh_conn_id", "root", "python", "device", "extraction_gpus", "training_processes", "disk_reserve_gb",
+)  # fmt: skip
 
 _SECTION_TITLES = {
     "host": "GPU host",
@@ -66,7 +74,7 @@ def form_params() -> ParamsDict:
 
 
 def host_form_params() -> ParamsDict:
-    """Build the form for setting up a host: its connection, ROOT and interpreter."""
+    """Build the form for setting up a host: what leads there, and what runs will need of it."""
     hints = typing.get_type_hints(HostSettings)
     fields = {field.name: field for field in dataclasses.fields(HostSettings)}
     return ParamsDict(
@@ -89,10 +97,7 @@ def settings_from_params(params: Mapping[str, Any]) -> Settings:
     preset = params.get(PRESET) or DEFAULT_PRESET
     if preset not in PRESETS:
         raise InvalidSettings(f"there is no preset {preset!r}. Known: {', '.join(PRESETS)}.")
-    chosen = {
-        name: _plain(name, value) for name, value in params.items() if name != PRESET and not _is_empty(value)
-    }
-    return settings_from_flat({**PRESETS[preset], **chosen})
+    return settings_from_flat({**PRESETS[preset], **_chosen(params)})
 
 
 def host_settings_from_params(params: Mapping[str, Any]) -> Settings:
@@ -101,9 +106,13 @@ def host_settings_from_params(params: Mapping[str, Any]) -> Settings:
     Raises:
         InvalidSettings: as :func:`settings_from_params`.
     """
-    # Settings are whole or refused; these two are read by no part of the set-up.
-    unused = {"conversations_path": "/dev/null", "target_model": "none"}
-    return settings_from_params({**unused, **{name: params.get(name) for name in HOST_FIELDS}})
+    return host_settings(_chosen({name: params.get(name) for name in HOST_FIELDS}))
+
+
+def _chosen(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _plain(name, value) for name, value in params.items() if name != PRESET and not _is_empty(value)
+    }
 
 
 def _is_empty(value: object) -> bool:
@@ -140,7 +149,7 @@ def _param(field: dataclasses.Field[Any], hint: Any, section: str, *, needed: bo
         if field.metadata.get(bound) is not None:
             schema[bound] = field.metadata[bound]
     if needed:
-        return Param(default, minLength=1, **schema)
+        return Param(default, **({"minLength": 1} if schema["type"] == "string" else {}), **schema)
     schema["type"] = [schema["type"], "null"]
     if "enum" in schema:
         schema["values_display"] = {"null": NOT_SET, **{name: name for name in schema["enum"]}}

@@ -36,13 +36,16 @@ RUN_KEY = run_key(dag_id="tests", run_id="one")
 @dataclasses.dataclass
 class JobHost:
     root: Path
+    make_root: bool = True
     keys: set[str] = dataclasses.field(default_factory=set)
     environment: dict[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
 
     @property
     def verbs(self) -> JobVerbs:
         identity = machine_id(self.environment)
-        return JobVerbs(root=self.root, machine_id=identity, environment=self.environment)
+        return JobVerbs(
+            root=self.root, make_root=self.make_root, machine_id=identity, environment=self.environment
+        )
 
     def spec(
         self, script: str, *, name: str = "job", argv: tuple[str, ...] | None = None, **more: Any

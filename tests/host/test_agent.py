@@ -18,6 +18,7 @@ import pytest
 
 from eagle3_tasks.contracts import codec
 from eagle3_tasks.contracts.digests import release_digest
+from eagle3_tasks.contracts.errors import DiskProblem
 from eagle3_tasks.contracts.jobs import (
     AcknowledgeBody,
     Answer,
@@ -32,6 +33,7 @@ from eagle3_tasks.contracts.jobs import (
     SubmitBody,
     find_frames,
 )
+from eagle3_tasks.host.agent import MAX_REQUEST_BYTES
 from eagle3_tasks.host.launch import package_folder
 from eagle3_tasks.host.machine import machine_id
 from eagle3_tasks.host.process import identity_of
@@ -82,7 +84,9 @@ class Agent:
 def running_agent(
     root: Path, *, release: str = "", environment: dict[str, str] | None = None
 ) -> Iterator[Agent]:
-    hello = Hello(nonce=NONCE, root=str(root), release=release or release_digest(package_folder()))
+    hello = Hello(
+        nonce=NONCE, root=str(root), release=release or release_digest(package_folder()), make_root=True
+    )
     process = subprocess.Popen(
         # A noisy login: what comes before the agent must do no harm.
         [
@@ -125,7 +129,7 @@ def test_a_job_goes_through_the_agent_from_submit_to_acknowledgement(host: JobHo
         hello = agent.ask("hello", HelloBody())
         assert hello["machine_id"] == machine_id(os.environ)
         assert hello["python"] == sys.executable
-        assert agent.ask("submit", SubmitBody(spec=spec))["state"] in ("QUEUED", "RUNNING")
+        assert agent.ask("submit", SubmitBody(spec=spec))["generation"] == 1
         items = (PollItem(key=spec.key), PollItem(key=host.spec("", name="absent").key))
 
         def poll() -> list[dict[str, Any]]:
@@ -157,6 +161,26 @@ def test_whatever_is_asked_the_agent_answers_and_goes_on(host: JobHost):
         assert list(reply["errors"]) == ["../x"]
         assert [job["state"] for job in reply["jobs"]] == ["ABSENT"]
         assert agent.ask("hello", HelloBody())["host_name"]
+
+
+def test_a_request_that_is_too_long_is_refused_by_its_number_and_the_next_one_answered(host: JobHost):
+    with running_agent(host.root) as agent:
+        agent.write('{"id": 7, "verb": "submit", "body": {"text": "' + "x" * MAX_REQUEST_BYTES + '"}}\n')
+        assert (error := agent.wait(7).error) is not None
+        assert error.code == "REQUEST_REFUSED"
+        assert f"{MAX_REQUEST_BYTES + 49} bytes; {MAX_REQUEST_BYTES} are possible" in error.message
+        agent.write("x" * (MAX_REQUEST_BYTES + 1) + "\n")
+        assert (error := agent.wait(0).error) is not None
+        assert f"{MAX_REQUEST_BYTES + 1} bytes" in error.message
+        assert agent.ask("hello", HelloBody())["host_name"]
+
+
+def test_an_agent_that_may_not_make_its_root_submits_nothing_where_it_has_vanished(host: JobHost):
+    host.root.mkdir()
+    host.make_root = False
+    with pytest.raises(DiskProblem, match="Is the data disk mounted"):
+        host.submit(host.spec("true"))
+    assert list(host.root.iterdir()) == []
 
 
 def test_other_code_than_was_asked_for_does_not_answer_requests(host: JobHost):

@@ -139,12 +139,35 @@ def slow_template() -> ChatTemplate:
     return ChatTemplate(slow_tokenizer(tiny.MARKED), date=DATE, name="slow")
 
 
-def test_what_the_prompt_already_holds_is_not_trained_and_what_follows_it_is() -> None:
+def test_neither_what_the_prompt_holds_nor_what_the_template_adds_to_it_is_trained() -> None:
     template = template_named("THINKING")
-    assert trained_texts(template, one_sample(template, "q", "a", "r", "b")) == [
-        f"</think>a{END}",
-        f"</think>b{END}",
-    ]
+    assert trained_texts(template, one_sample(template, "q", "a", "r", "b")) == [f"a{END}", f"b{END}"]
+
+
+@pytest.mark.parametrize("answer", ["farewell", " farewell\n", "think", "</", "\n\nwords in it \u6f22"])
+def test_an_empty_block_of_reasoning_that_the_template_puts_before_an_answer_is_context(answer: str) -> None:
+    template = template_named("REASONING")
+    sample = one_sample(template, "hello", "good day", "go", answer)
+    assert trained_texts(template, sample) == [answer.strip() + END]
+    start = int(np.argmax(sample.loss_mask))
+    context = template.decode(sample.token_ids[:start].tolist())
+    assert context.endswith("good day<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+                            "<think>\n\n</think>\n\n")  # fmt: skip
+
+
+def test_reasoning_of_the_message_itself_is_trained_also_where_the_template_spaces_it() -> None:
+    template = template_named("REASONING")
+    sample = one_sample(template, "hello", "<think>be brief</think> hi")
+    assert trained_texts(template, sample) == [f"<think>\nbe brief\n</think>\n\nhi{END}"]
+
+
+def test_an_answer_of_which_the_template_drops_a_part_is_not_trained() -> None:
+    template = template_named("FORGETTING")
+    (dropped, whole), counts = masked(template, talk("q", "<think>why</think>a"), talk("q", "a"))
+    assert isinstance(dropped, Unusable)
+    assert dropped.reason == "no_served_answer"
+    assert isinstance(whole, MaskedSample)
+    assert counts["untrained_turns"] == 1
 
 
 def test_marks_narrow_what_is_trained() -> None:

@@ -52,6 +52,19 @@ THINKING = (
     "{{- message['content'] + '<|im_end|>\\n' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>' -}}{%- endif -%}"
 )
+# Gives the last answer a block of reasoning, an empty one where there is none, and strips the texts,
+# as Qwen3's template does.
+REASONING = (
+    "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\\n' -}}"
+    "{%- set content = message['content'] | trim -%}"
+    "{%- if message['role'] == 'assistant' and loop.last -%}"
+    "{%- set reasoning = '' -%}{%- if '</think>' in content -%}"
+    "{%- set reasoning = content.split('</think>')[0].split('<think>')[-1] | trim -%}{%- endif -%}"
+    "{{- '<think>\\n' + reasoning + '\\n</think>\\n\\n' + content.split('</think>')[-1] | trim -}}"
+    "{%- else -%}{{- content.split('</think>')[-1] | trim -}}{%- endif -%}{{- '<|im_end|>\\n' -}}" + _TAIL
+)
+# Leaves the reasoning out of every answer.
+FORGETTING = PLAIN.replace("message['content']", "message['content'].split('</think>')[-1]")
 # The prompt says what history never repeats: no answer stands where serving puts it.
 UNPROVABLE = PLAIN.replace(
     "{{- '<|im_start|>assistant\\n' -}}", "{{- '<|im_start|>assistant\\n<think>\\n' -}}"

@@ -27,8 +27,10 @@ from eagle3_tasks.draft.initialize import initialize_draft_model
 from eagle3_tasks.draft.publish_stage import run_publish
 from eagle3_tasks.draft.target_config import read_target_config
 from eagle3_tasks.draft.target_weights import read_target_weights
-from eagle3_tasks.draft.trained import TrainingResult, write_trained
+from eagle3_tasks.draft.trained import PLOT_FILE, TrainingResult, write_trained
 from eagle3_tasks.host.stage_context import StageContext
+from eagle3_tasks.training.plot import plot_history
+from eagle3_tasks.training.spec import HistoryEntry
 from tests.host.tiny_target import HIDDEN_SIZE, VOCAB_SIZE, make_context, make_target
 from tests.host.training_world import DRAFT_VOCAB_SIZE, make_settings, plan_record_of, some_vocabulary
 
@@ -166,6 +168,14 @@ def test_what_an_engine_would_swallow_silently_is_found(tmp_path: Path, spoil: A
     load_export(candidate_of(context))
 
 
+def draw_course(context: StageContext) -> None:
+    entry = HistoryEntry(
+        step=1, loss=2.0, acceptance=(0.5, 0.25), learning_rate=1e-3, gradient_norm=1.0, trained_tokens=7
+    )
+    training = context.read_record(TrainingRecord).training
+    plot_history(context.layout.training(training) / PLOT_FILE, [entry])
+
+
 def test_only_a_candidate_that_passed_is_published_and_the_refusal_names_the_set(tmp_path: Path) -> None:
     context = make_trained(tmp_path)
     run_export_candidate(context)
@@ -184,11 +194,17 @@ def test_publishing_moves_the_candidate_once_and_tells_its_accept_lengths(tmp_pa
     context = make_trained(tmp_path)
     run_export_candidate(context)
     write_evaluation(context, result_of("training", reached=3.1, demanded=2.6))
+    draw_course(context)
     first = run_publish(context)
     second = run_publish(context)
     assert (first["is_reused"], second["is_reused"]) == (False, True)
     folder = context.layout.draft_model(context.read_record(DraftModelRecord).draft_model)
-    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "training.png",
+    ]
     load_export(folder)
     assert not candidate_of(context).exists()
     card = (folder / "README.md").read_text()

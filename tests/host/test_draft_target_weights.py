@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from eagle3_tasks.contracts.errors import DamagedData, InvalidInput
-from eagle3_tasks.draft.target_weights import head_rows, read_target_weights
+from eagle3_tasks.draft.target_weights import _ONE_PLUS_NORMS, head_rows, read_target_weights
+from eagle3_tasks.extraction.plan_stage import run_plan
 from tests.host.test_training_checkpoint import Marker
-from tests.host.tiny_target import make_target
+from tests.host.tiny_target import make_context, make_dataset, make_target
 from tests.host.training_world import make_settings
+
+_ADDS_ONE = re.compile(r"1(\.0)? \+ self\.weight|self\.weight \+ 1")
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -71,6 +77,63 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     assert torch.equal(weights.head_WD, weights.embedding_WD)
 
 
+def test_a_head_that_only_the_wrapper_calls_tied_is_the_embedding(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", tie_word_embeddings=True)
+    text = json.loads((target / "config.json").read_text())
+    text = {key: value for key, value in text.items() if key not in ("tie_word_embeddings", "architectures")}
+    whole = {"model_type": "qwen2_5_vl", "tie_word_embeddings": True, "text_config": text}
+    (target / "config.json").write_text(json.dumps(whole))
+    weights = read_target_weights(make_settings(tmp_path / "root", target))
+    assert torch.equal(weights.head_WD, weights.embedding_WD)
+    (target / "config.json").write_text(json.dumps({**whole, "tie_word_embeddings": False}))
+    with pytest.raises(InvalidInput, match="head"):
+        read_target_weights(make_settings(tmp_path / "root", target))
+
+
+def final_norms() -> list[tuple[str, str, str]]:
+    """Module, class and model types of every final norm in transformers that may add one to its weight.
+
+    T5Gemma is left out: an encoder and a decoder, no causal language model.
+
+    A final norm is made by the class that makes the embedding of tokens. Only sources are
+    read: importing all models takes a minute.
+    """
+    found: list[tuple[str, str, str]] = []
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        source = path.read_text(encoding="utf-8")
+        if not _ADDS_ONE.search(source):
+            continue
+        config = path.with_name(path.name.replace("modeling_", "configuration_"))
+        types = ",".join(re.findall(r'model_type = "(\w+)"', config.read_text(encoding="utf-8")))
+        for body in source.split("\nclass "):
+            norm = re.search(r"self\.norm = (\w+)\(", body)
+            if norm is not None and "t5gemma" not in types and "self.embed_tokens =" in body:
+                found.append((f"transformers.models.{path.parent.name}.{path.stem}", norm[1], types))
+    return found
+
+
+@pytest.mark.parametrize(("module", "name", "types"), final_norms(), ids=lambda one: one.rpartition(".")[2])
+def test_norms_that_multiply_by_one_more_than_they_store_are_known_by_their_model_type(
+    module: str, name: str, types: str
+) -> None:
+    norm = getattr(importlib.import_module(module), name)(4)
+    with torch.no_grad():
+        norm.weight.zero_()
+        # Of mean square 1 and mean 0, so that a layer norm passes it on as well.
+        adds_one = bool(norm(torch.tensor([1.0, -1.0, 1.0, -1.0])).any())
+    assert adds_one == any(one in _ONE_PLUS_NORMS for one in types.split(","))
+
+
+def test_a_norm_that_stores_one_less_is_read_as_the_factor_it_means(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    stored = weights_of(target)["model.norm.weight"]
+    config = json.loads((target / "config.json").read_text())
+    for model_type, added in (("llama", 0.0), ("qwen3_5_text", 1.0), ("vaultgemma", 1.0)):
+        (target / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+        weights = read_target_weights(make_settings(tmp_path / "root", target))
+        assert torch.equal(weights.final_norm_D, stored + added)
+
+
 @pytest.mark.parametrize(
     ("missing", "named"),
     [
@@ -86,6 +149,18 @@ def test_a_missing_weight_is_named(tmp_path: Path, missing: str, named: str) -> 
     save_file(tensors, target / "model.safetensors")
     with pytest.raises(InvalidInput, match=named):
         read_target_weights(make_settings(tmp_path / "root", target))
+
+
+def test_a_weight_that_training_could_not_find_is_refused_when_planning(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    context = make_context(make_settings(tmp_path / "root", target, draft_vocab_size=8))
+    make_dataset(context, [list(range(10, 30))])
+    run_plan(context)
+    tensors = weights_of(target)
+    tensors["model.last_norm.weight"] = tensors.pop("model.norm.weight")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InvalidInput, match="the final norm is missing"):
+        run_plan(context)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from eagle3_tasks.contracts.errors import InvalidInput, InvalidSettings, OutOfMemory
+from eagle3_tasks.contracts.settings import Settings
 from eagle3_tasks.engines.batches import batches_by_length
 from eagle3_tasks.engines.huggingface import HuggingFaceEngine, check_loadable
 from eagle3_tasks.engines.interface import default_aux_layer_ids
@@ -169,34 +172,6 @@ def test_a_single_sequence_that_does_not_fit_is_out_of_memory(target: Path, tmp_
         engine.capture([[7, 8, 9, 10, 11]])
 
 
-def test_scaled_logits_are_refused(tmp_path: Path):
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    folder = make_target(tmp_path / "granite")
-    config = GraniteConfig(
-        vocab_size=96, hidden_size=HIDDEN_SIZE, intermediate_size=48, num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4, num_key_value_heads=2, logits_scaling=4.0, eos_token_id=2, bos_token_id=None,
-        pad_token_id=0,
-    )  # fmt: skip
-    GraniteForCausalLM(config).save_pretrained(folder)
-    with pytest.raises(InvalidInput, match="scales or soft-caps"):
-        HuggingFaceEngine.load(make_settings(tmp_path, folder))
-
-
-def test_soft_capped_logits_are_refused_although_small_ones_hardly_differ(tmp_path: Path):
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    folder = make_target(tmp_path / "gemma")
-    config = Gemma2Config(
-        vocab_size=96, hidden_size=HIDDEN_SIZE, intermediate_size=48, num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, final_logit_softcapping=30.0,
-        eos_token_id=2, bos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    Gemma2ForCausalLM(config).save_pretrained(folder)
-    with pytest.raises(InvalidInput, match="soft-caps"):
-        HuggingFaceEngine.load(make_settings(tmp_path, folder))
-
-
 def test_other_decoders_are_found_by_the_length_of_their_layer_list(tmp_path: Path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -227,6 +202,11 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\n"
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
 
 
+def _cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -238,6 +218,9 @@ INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
         (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
         (lambda folder: _rename(folder, "model.safetensors", "pytorch_model.bin"), "pickles are not loaded"),
         (lambda folder: (folder / "model.safetensors").write_text(LFS_POINTER), "git lfs pull"),
+        (_cut, r"1 of 1 weight files .* model\.safetensors \(\d+ bytes"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b""), "weight files are cut short"),
+        (lambda folder: (folder / "b.safetensors").symlink_to("gone"), r"1 of 2 .* b\.safetensors \(0 bytes"),
         (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "holds no tokenizer"),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(INDEX)),
@@ -266,6 +249,73 @@ def test_the_fingerprint_is_that_of_the_content(target: Path, tmp_path: Path):
     assert target_fingerprint(make_settings(tmp_path, other)) != target_fingerprint(
         make_settings(tmp_path, target)
     )
+
+
+@pytest.fixture
+def large_target(tmp_path: Path) -> Path:
+    """A folder with a configuration and one file of weights that is larger than a few blocks."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(13_000_000))
+    return folder
+
+
+def test_one_changed_byte_anywhere_in_the_weights_changes_the_fingerprint(tmp_path: Path, large_target: Path):
+    settings = make_settings(tmp_path / "root", large_target)
+    weights = large_target / "model.safetensors"
+    before = target_fingerprint(settings)
+    status = weights.stat()
+    with weights.open("r+b") as file:
+        file.seek(6_300_001)
+        file.write(b"x")
+    # As a copy does that keeps the times of its source.
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert target_fingerprint(settings) != before
+
+
+def test_weights_are_read_once_for_all_processes_until_they_change(
+    tmp_path: Path, large_target: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
+    settings = make_settings(tmp_path / "root", large_target)
+    first = target_fingerprint(settings)
+    assert "reading all weights to name their content files=1 bytes=13000000" in caplog.text
+    assert not any(str(tmp_path) in path.read_text() for path in (tmp_path / "root").rglob("*.json"))
+    caplog.clear()
+    assert target_fingerprint(settings) == first
+    assert "reading all weights" not in caplog.text
+    for path in (tmp_path / "root" / "fingerprints").glob("*.json"):
+        path.write_text("{")
+    (large_target / "model-2.safetensors").write_bytes(b"more")
+    assert target_fingerprint(settings) != first
+    assert "known digest ignored" in caplog.text
+    assert "files=2 bytes=13000004" in caplog.text
+
+
+def test_code_of_a_target_counts_where_it_is_trusted(tmp_path: Path, large_target: Path):
+    trusting, strict = (
+        make_settings(tmp_path / "root", large_target, trust_remote_code=trusted) for trusted in (True, False)
+    )
+    code = large_target / "modeling_own.py"
+    code.write_text("SCALE = 1")
+    before = (target_fingerprint(trusting), target_fingerprint(strict))
+    code.write_text("SCALE = 2")
+    assert target_fingerprint(trusting) != before[0]
+    assert target_fingerprint(strict) == before[1]
+
+
+def test_weights_that_turn_out_damaged_while_they_are_loaded_are_the_users_to_mend(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = shutil.copytree(target, tmp_path / "target")
+    monkeypatch.setattr("eagle3_tasks.engines.huggingface.check_target_folder", _cut_after_the_check)
+    with pytest.raises(InvalidInput, match=r"cut short or damaged: model\.safetensors"):
+        HuggingFaceEngine.load(make_settings(tmp_path / "root", folder))
+
+
+def _cut_after_the_check(settings: Settings) -> None:
+    _cut(Path(settings.target.target_model))
 
 
 def test_no_batch_pads_beyond_its_bound_and_every_sequence_is_in_one():

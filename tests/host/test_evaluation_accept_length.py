@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from eagle3_tasks.contracts.errors import EngineProblem, InvalidInput
 from eagle3_tasks.contracts.run_records import EvaluationRecord, TrainingRecord
 from eagle3_tasks.contracts.settings import EvaluationSet, Settings
 from eagle3_tasks.data.dataset import Dataset
+from eagle3_tasks.data.template import ChatTemplate
 from eagle3_tasks.draft.config import draft_config
 from eagle3_tasks.draft.export_stage import run_export_candidate
 from eagle3_tasks.draft.initialize import initialize_draft_model, random_draft_model
@@ -28,7 +32,7 @@ from eagle3_tasks.engines.decoder import Decoder
 from eagle3_tasks.engines.huggingface import HuggingFaceEngine
 from eagle3_tasks.evaluation import measure, speculative
 from eagle3_tasks.evaluation.measure import accept_length, acceptance_by_step, check_agreement, decode_set
-from eagle3_tasks.evaluation.question_sets import QuestionSet, training_questions
+from eagle3_tasks.evaluation.question_sets import QuestionSet, held_out_questions, training_questions
 from eagle3_tasks.evaluation.simulated import simulate_rounds
 from eagle3_tasks.evaluation.speculative import DraftChain, LoopTarget, decode_greedily, speculate
 from eagle3_tasks.evaluation.stage import run_evaluate
@@ -206,27 +210,110 @@ def test_rounds_that_differ_by_more_than_two_percent_are_refused() -> None:
         check_agreement("new", 1021, 1000)
 
 
+def decode_one(pair: Pair) -> measure.DecodedSet:
+    questions = QuestionSet(name="some", min_accept_length=None, prompts=(tuple(pair.prompts[0]),))
+    return decode_set(
+        pair.target, pair.draft, questions,
+        draft_steps=3, max_new_tokens=MAX_NEW_TOKENS, end_ids=END_IDS, report=lambda _: None,
+    )  # fmt: skip
+
+
+def change_answer(monkeypatch: pytest.MonkeyPatch, place: int, *, follow: LoopTarget | None = None) -> None:
+    """Let speculation say another token at ``place``, and after it what ``follow`` would, or nothing new."""
+    real = measure.speculate
+
+    def changed(target: Any, draft: Any, prompt: Sequence[int], **named: Any) -> Any:
+        answer = real(target, draft, prompt, **named)
+        ids = list(answer.ids)
+        ids[place] = 50 if ids[place] != 50 else 51
+        if follow is not None:
+            known = [*prompt, *ids[: place + 1]]
+            num_left = MAX_NEW_TOKENS - place - 1
+            rest = decode_greedily(follow, known, max_new_tokens=num_left, end_ids=END_IDS)
+            ids = [*ids[: place + 1], *rest]
+        return dataclasses.replace(answer, ids=tuple(ids), accepted=(1,) * len(ids))
+
+    monkeypatch.setattr(measure, "speculate", changed)
+
+
 def test_an_answer_that_is_not_the_targets_own_is_an_error_and_a_tie_is_not(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    change_answer(monkeypatch, 4)
+    with pytest.raises(EngineProblem, match="leaves the target's own at token 4 "):
+        decode_one(pair)
+    monkeypatch.setattr(measure, "_TIE_UNITS", 1e12)
+    assert decode_one(pair).num_ties == 1
+
+
+def test_after_a_tie_both_figures_are_of_the_speculative_answer_and_its_rest_is_judged(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = 4
-    questions = QuestionSet(name="some", min_accept_length=None, prompts=(tuple(pair.prompts[0]),))
-    arguments = {
-        "draft_steps": 3, "max_new_tokens": MAX_NEW_TOKENS, "end_ids": END_IDS, "report": lambda _: None
-    }  # fmt: skip
-    real = measure.speculate
+    greedy = pair.answers[0]
+    other = 50 if greedy[place] != 50 else 51
+    with torch.no_grad():
+        logits = pair.target.model(torch.tensor([[*pair.prompts[0], *greedy[:place]]])).logits[0, -1]
+    gap = float(logits.max() - logits[other]) / max(1.0, float(logits.max().abs()))
+    # Wide enough for this one difference.
+    monkeypatch.setattr(measure, "_TIE_UNITS", 1.01 * gap / torch.finfo(torch.float32).eps)
+    change_answer(monkeypatch, place, follow=pair.target)
+    decoded = decode_one(pair)
+    assert decoded.num_ties == 1
+    assert decoded.answers[0][: place + 1] == (*greedy[:place], other)
+    assert len(decoded.accepted[0]) == len(decoded.answers[0])
 
-    def wrong(*given: Any, **named: Any) -> speculative.SpeculativeAnswer:
-        answer = real(*given, **named)
-        ids = list(answer.ids)
-        ids[place] = 50 if ids[place] != 50 else 51
-        return dataclasses.replace(answer, ids=tuple(ids))
+    follow = dataclasses.replace(pair.target, model=Worst(pair.target.model))
+    monkeypatch.undo()
+    monkeypatch.setattr(measure, "_TIE_UNITS", 1.01 * gap / torch.finfo(torch.float32).eps)
+    change_answer(monkeypatch, place, follow=follow)
+    with pytest.raises(EngineProblem, match=f"leaves the target's own at token {place + 1} "):
+        decode_one(pair)
 
-    monkeypatch.setattr(measure, "speculate", wrong)
-    with pytest.raises(EngineProblem, match=f"leaves the target's own at token {place} "):
-        decode_set(pair.target, pair.draft, questions, **arguments)
-    monkeypatch.setattr(measure, "_TIE", {torch.float32: 1e9})
-    assert decode_set(pair.target, pair.draft, questions, **arguments).num_ties == 1
+
+class Worst:
+    """A target that says its last choice first."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, **named: Any) -> Any:
+        output = self.model(**named)
+        output.logits = -output.logits
+        return output
+
+
+class FixedLogits(torch.nn.Module):
+    """Weights of ``dtype``, and float32 logits that are everywhere 10 for id 7 and ``gap`` less for id 8."""
+
+    def __init__(self, dtype: torch.dtype, gap: float) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCAB_SIZE, 4, dtype=dtype)
+        self.gap = gap
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return self.embedding
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        logits = torch.zeros(*input_ids.shape, VOCAB_SIZE)
+        logits[..., 7], logits[..., 8] = 10.0, 10.0 - self.gap
+        return CausalLMOutputWithPast(logits=logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_tie_is_as_wide_as_the_weights_are_coarse_whatever_type_the_logits_have(
+    pair: Pair, dtype: torch.dtype
+) -> None:
+    for units, is_tie in ((3, True), (5, False)):
+        model = FixedLogits(dtype, 10.0 * units * torch.finfo(dtype).eps)
+        target = dataclasses.replace(pair.target, model=model)
+        with contextlib.nullcontext() if is_tie else pytest.raises(EngineProblem, match="at token 1 "):
+            measure._check_ties(
+                target, name="some", index=0, prompt_ids=(9, 9), greedy=(7, 7, 7), speculative=(7, 8, 7)
+            )
 
 
 def test_training_questions_end_where_the_first_trained_token_begins(tmp_path: Path) -> None:
@@ -236,6 +323,31 @@ def test_training_questions_end_where_the_first_trained_token_begins(tmp_path: P
     assert len(questions.prompts) == context.settings.evaluation.evaluation_rows == 4
     halves = {tuple(dataset.token_ids(row)[: len(dataset.token_ids(row)) // 2].tolist()) for row in range(6)}
     assert set(questions.prompts) <= halves
+
+
+def test_a_row_that_the_template_refuses_is_skipped_and_named_and_only_an_empty_set_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = make_target(tmp_path / "target")
+    template_path = target / "chat_template.jinja"
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    template_path.write_text(refusal + template_path.read_text())
+    template = ChatTemplate.load(make_settings(tmp_path / "root", target))
+    plain = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
+    system = [{"role": "system", "content": "w7"}, *plain]
+    path = tmp_path / "new.jsonl"
+    one = EvaluationSet(name="new", path=str(path))
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in (system, plain, "nothing")))
+    with caplog.at_level(logging.INFO):
+        questions = held_out_questions(one, template, 9)
+    assert len(questions.prompts) == 1
+    assert "set=new row=0 id=" in caplog.text
+    assert "no system turn" in caplog.text
+    assert "set=new line=3" in caplog.text
+    assert "rows=1 skipped=2" in caplog.text
+    path.write_text(json.dumps({"messages": system}) + "\n")
+    with pytest.raises(InvalidInput, match=r"'new': .*1 rows were skipped"):
+        held_out_questions(one, template, 9)
 
 
 def test_the_stage_judges_every_set_records_a_missed_gate_and_is_not_repeated(tmp_path: Path) -> None:

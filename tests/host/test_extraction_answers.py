@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from eagle3_tasks.contracts.errors import EngineProblem
+from eagle3_tasks.contracts.jobs import Progress
 from eagle3_tasks.contracts.rows import RowRange
 from eagle3_tasks.contracts.run_records import ConversationsRecord
 from eagle3_tasks.data.answers_folder import AnswersFolder, answers_digest
@@ -15,6 +20,7 @@ from eagle3_tasks.data.conversations_folder import ConversationsFolder
 from eagle3_tasks.data.read_stage import run_read_conversations
 from eagle3_tasks.data.template import ChatTemplate
 from eagle3_tasks.engines.huggingface import HuggingFaceEngine
+from eagle3_tasks.engines.interface import GeneratedAnswer
 from eagle3_tasks.engines.target_folder import target_fingerprint
 from eagle3_tasks.extraction.answers_stage import regenerate_rows, run_regenerate
 from eagle3_tasks.host.stage_context import StageContext
@@ -91,12 +97,12 @@ def test_every_turn_is_answered_after_the_regenerated_earlier_ones(context):
     assert report["tokens"] == sum(len(turn.answer_ids) for one in answers.values() for turn in one.turns)
 
 
+def no_engine():
+    raise AssertionError("nothing is missing, so the target must not be loaded")
+
+
 def test_answers_that_are_there_are_not_asked_for_again_whatever_the_shards(context, engine):
     first = regenerate_rows(context, lambda: engine)
-
-    def no_engine():
-        raise AssertionError("nothing is missing, so the target must not be loaded")
-
     for start in (0, 4):
         part = make_context(context.settings, RowRange(start=start, stop=start + 4))
         report = regenerate_rows(part, no_engine)
@@ -134,3 +140,57 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_dropped_and_counted(conte
     )
     report = regenerate_rows(make_context(settings, ALL), lambda: engine)
     assert report["dropped_length"] >= NUM_ROWS // 2
+
+
+def test_two_runs_at_once_answer_each_row_once(context, engine):
+    waiting: list[Progress] = []
+    reports: list[dict] = []
+    other = threading.Thread(
+        target=lambda: reports.append(
+            regenerate_rows(make_context(context.settings, ALL, progress=waiting), no_engine)
+        )
+    )
+
+    def load_while_another_run_begins():
+        other.start()
+        limit = time.monotonic() + 20
+        while not waiting and other.is_alive() and time.monotonic() < limit:
+            time.sleep(0.01)
+        return engine
+
+    report = regenerate_rows(context, load_while_another_run_begins)
+    other.join(20)
+    assert waiting[0].done == 0
+    assert (report["answered"], reports[0]["answered"], reports[0]["reused"]) == (NUM_ROWS, 0, NUM_ROWS)
+    (path,) = context.layout.root.glob("conversations/*/answers-*.jsonl")
+    assert len(path.read_bytes().splitlines()) == NUM_ROWS
+
+
+@pytest.mark.parametrize(
+    ("refusal", "num_refused", "num_unanswered"),
+    [("'w2 ' in messages[0]['content']", 1, 1), ("messages | length > 2", NUM_ROWS // 2, 0)],
+)
+def test_what_the_template_refuses_is_counted_and_loads_no_target_again(
+    context, engine, tmp_path, refusal: str, num_refused: int, num_unanswered: int
+):
+    folder = shutil.copytree(context.settings.target.target_model, tmp_path / "refusing")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        f"{{% if {refusal} %}}{{{{ raise_exception('no') }}}}{{% endif %}}{tokenizer.chat_template}"
+    )
+    tokenizer.save_pretrained(folder)
+    values = {"answer_max_tokens": 12, "conversations_path": context.settings.data.conversations_path}
+    settings = make_settings(tmp_path / "root", folder, answers="regenerate", **values)
+
+    class Ending:
+        """Ends each answer at once, so that no length limit hides a refusal."""
+
+        describe = engine.describe
+
+        def generate(self, prompts, *, stop_ids, **_):
+            return [GeneratedAnswer(ids=(9, stop_ids[0]), finish="stop") for _ in prompts]
+
+    first = regenerate_rows(make_context(settings, ALL), Ending)
+    again = regenerate_rows(make_context(settings, ALL), no_engine)
+    assert first["answered"] == again["reused"] == NUM_ROWS - num_unanswered
+    assert first["refused"] == again["refused"] == num_refused

@@ -17,11 +17,10 @@ from eagle3_tasks.contracts.errors import (
     DiskProblem,
     EngineProblem,
     InvalidInput,
-    InvalidSettings,
     RequestRefused,
 )
 from eagle3_tasks.contracts.jobs import Progress
-from eagle3_tasks.contracts.rows import RowRange, choose_shards
+from eagle3_tasks.contracts.rows import RowRange
 from eagle3_tasks.contracts.run_records import PlanRecord
 from eagle3_tasks.data.dataset import sample_name
 from eagle3_tasks.engines.huggingface import HuggingFaceEngine
@@ -30,9 +29,10 @@ from eagle3_tasks.extraction.plan_stage import run_plan
 from eagle3_tasks.extraction.verify_stage import run_verify
 from eagle3_tasks.host.stage_context import StageContext
 from eagle3_tasks.storage import disk_guard
-from eagle3_tasks.storage.capture import Capture, committed_bytes
+from eagle3_tasks.storage.capture import Capture
 from tests.host.tiny_target import (
     AUX_LAYER_IDS,
+    DATASET,
     HIDDEN_SIZE,
     make_context,
     make_dataset,
@@ -112,7 +112,9 @@ def test_the_plan_pins_the_shards_and_forecasts_the_bytes_that_extraction_will_w
     plan = context.read_record(PlanRecord)
     assert plan.aux_layer_ids == AUX_LAYER_IDS
     extract_all(context, engine)
-    assert committed_bytes(context.layout.capture(plan.capture)) == report["forecast_bytes"]
+    capture = Capture(context.layout.capture(plan.capture))
+    capture.load_index()
+    assert capture.num_bytes == report["forecast_bytes"]
     again = run_plan(context)
     assert again["missing_bytes"] == again["missing_samples"] == 0
     assert again["capture"] == report["capture"]
@@ -140,7 +142,9 @@ def test_extraction_commits_what_transformers_computes_and_verify_proves_it(cont
     verified = run_verify(context)
     assert verified["samples"] == verified["checked_samples"] == 12
     assert verified["bytes"] == NUM_TOKENS * BYTES_PER_TOKEN
-    manifest = json.loads((capture.folder / "rows_000005-000010" / "manifest.json").read_bytes())
+    (path,) = (capture.folder / "rows_000005-000010").glob("manifest*.json")
+    manifest = json.loads(path.read_bytes())
+    assert (path.name, manifest["dataset"]) == (f"manifest-{DATASET}.json", DATASET)
     assert [entry["row"] for entry in manifest["entries"]] == [5, 6, 7, 8, 9]
 
 
@@ -160,6 +164,20 @@ def test_another_run_over_the_same_samples_extracts_none(context, engine, change
         report = extract_rows(one, no_engine)
         assert (report["extracted"], report["reused"]) == (0, len(rows))
     assert run_verify(other)["samples"] == 12
+
+
+def test_each_dataset_of_a_capture_has_its_own_manifest_in_a_shard(context, engine):
+    run_plan(context)
+    extract_all(context, engine)
+    folder = capture_of(context).folder / "rows_000000-000005"
+    first = (folder / f"manifest-{DATASET}.json").read_bytes()
+    other = make_context(context.settings, RowRange(start=0, stop=5), run_key="other-0123456789abcdef")
+    make_dataset(other, ROWS[::-1], digest="e" * 24)
+    run_plan(other)
+    extract_rows(other, no_engine)
+    assert (folder / f"manifest-{DATASET}.json").read_bytes() == first
+    second = json.loads((folder / f"manifest-{'e' * 24}.json").read_bytes())
+    assert [entry["sample"] for entry in second["entries"]] == [sample_name(ids) for ids in ROWS[:-6:-1]]
 
 
 def test_added_rows_alone_are_extracted(context, engine):
@@ -327,40 +345,8 @@ def test_rows_that_differ_in_their_mask_alone_share_one_sample(context, engine):
     context = make_context(settings)
     assert run_plan(context)["forecast_bytes"] == len(ids) * BYTES_PER_TOKEN
     assert extract_rows(shard(context, 0, 2), lambda: engine)["samples"] == 1
-    manifest = next(capture_of(context).folder.glob("rows_000000-000002/manifest.json"))
+    manifest = next(capture_of(context).folder.glob("rows_000000-000002/manifest-*.json"))
     assert json.loads(manifest.read_bytes())["num_samples"] == 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"draft_vocab_size": 97}, "draft_vocab_size is 97, but the target's vocabulary has 96"),
-        ({"draft_vocab_size": 96}, r"only \d+ distinct tokens occur under the loss mask, .* at most \d+\."),
-        ({"aux_layer_ids": [0, 1, 4]}, "names layer 4, but the target has 4 layers"),
-        ({"aux_layer_ids": None}, "too few for the default"),
-    ],
-)
-def test_a_plan_that_cannot_work_is_refused(context, changes, message: str):
-    settings = make_settings(
-        Path(context.settings.host.root), context.settings.target.target_model, **changes
-    )
-    with pytest.raises(InvalidSettings, match=message):
-        run_plan(make_context(settings))
-
-
-def test_more_shards_than_airflow_maps_are_refused_with_a_size_that_works():
-    with pytest.raises(InvalidSettings, match="at least 10") as refused:
-        choose_shards(10_000, 3, setting="rows_per_shard")
-    assert "3334 shards" in str(refused.value)
-    assert len(choose_shards(10_000, 10, setting="rows_per_shard")) == 1000
-    assert choose_shards(10_000, 10, setting="rows_per_shard")[-1] == RowRange(start=9990, stop=10_000)
-
-
-def test_a_tokenizer_of_another_model_is_refused(tmp_path, target):
-    context = make_context(make_settings(tmp_path / "root", target))
-    make_dataset(context, [[7, 8, 96, 9]])
-    with pytest.raises(InvalidInput, match="target's own tokenizer"):
-        run_plan(context)
 
 
 def test_rows_outside_the_plan_are_refused(context):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from eagle3_tasks.contracts import codec
 from eagle3_tasks.contracts.errors import DiskProblem
 from eagle3_tasks.contracts.probes import DiskReport
-from eagle3_tasks.host.child_command import run_with_deadline
+from eagle3_tasks.host.child_command import Look, run_with_deadline
 from eagle3_tasks.host.disk import MINIMUM_INODES, judge_disk, parse_report, read_disk
 from eagle3_tasks.host.mounts import find_mount, parse_mounts
 from eagle3_tasks.host.process import identity_of
@@ -53,26 +54,39 @@ def test_a_real_folder_is_measured_and_written_to(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def look(output: bytes, errors: bytes = b"", *, return_code: int | None = 0) -> Look:
+    return Look(return_code=return_code, output=output, errors=errors)
+
+
+def test_what_a_loader_prints_for_each_process_does_not_hide_the_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("LD_PRELOAD", "/nowhere/libmonitor.so")
+    found = run_with_deadline([sys.executable, "-c", "print(1)"], 10.0)
+    assert b"libmonitor.so" in found.errors
+    assert read_disk(tmp_path).write_seconds is not None
+
+
 def test_a_report_that_stops_before_the_write_is_a_stalled_disk_however_much_is_free():
     figures = codec.dumps(dataclasses.replace(HEALTHY, write_seconds=None)).encode()
-    verdict = judge_disk(parse_report("/data", figures + b"\n", has_ended=False), 0, 0)
+    verdict = judge_disk(parse_report("/data", look(figures + b"\n", return_code=None)), 0, 0)
     assert verdict.is_ready is False
     assert "stalled" in verdict.line
     assert verdict.figures["is_stalled"] is True
 
 
 def test_a_disk_that_gives_not_even_figures_is_stalled():
-    assert parse_report("/data", b"", has_ended=False).is_stalled
+    assert parse_report("/data", look(b"", return_code=None)).is_stalled
 
 
 def test_a_probe_that_fails_says_what_it_printed():
     with pytest.raises(DiskProblem, match="Traceback: no such device"):
-        parse_report("/data", b"Traceback: no such device", has_ended=True)
+        parse_report("/data", look(b"", b"Traceback: no such device", return_code=1))
 
 
 def test_a_write_that_fails_at_once_is_not_ready_and_says_why():
     lines = codec.dumps(HEALTHY) + '\n{"seconds": null, "error": "Disk quota exceeded"}\n'
-    verdict = judge_disk(parse_report("/data", lines.encode(), has_ended=True), 0, 0)
+    verdict = judge_disk(parse_report("/data", look(lines.encode())), 0, 0)
     assert (verdict.is_ready, "Disk quota exceeded" in verdict.line) == (False, True)
 
 
@@ -99,10 +113,10 @@ def test_enough_beside_the_reserve_is_ready_and_unknown_inodes_do_not_matter():
 
 def test_a_look_that_hangs_ends_at_its_deadline():
     began = time.monotonic()
-    code, output = run_with_deadline(["sh", "-c", "echo $$; exec sleep 60"], 0.3)
-    assert code is None
+    found = run_with_deadline(["sh", "-c", "echo $$; exec sleep 60"], 0.3)
+    assert found.return_code is None
     assert time.monotonic() - began < 5
-    pid = int(output)
+    pid = int(found.output)
     deadline = time.monotonic() + 5
     while identity_of(pid) is not None and time.monotonic() < deadline:
         time.sleep(0.02)

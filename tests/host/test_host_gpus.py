@@ -32,8 +32,21 @@ def test_an_idle_card_is_free_and_one_with_memory_held_at_no_use_is_not():
     assert "a job of this pipeline" in judged(f"{IDLE}\n{HELD}\n", 2, apps=apps, ours=(517,)).line
 
 
+def test_a_free_card_that_the_job_does_not_use_makes_it_no_more_ready():
+    free = IDLE.replace("0,", "2,", 1)
+    held = HELD.replace("1,", "0,", 1)
+    verdict = judged(f"{held}\n{IDLE.replace('0,', '1,', 1)}\n{free}", 2)
+    assert verdict.is_ready is False
+    assert verdict.line.startswith(
+        "the job uses cards 0 to 1: 1 of 2 free, 3 answer in all; not free: 0 41000"
+    )
+    busy_elsewhere = judged(f"{IDLE}\n{HELD}", 1)
+    assert busy_elsewhere.is_ready is True
+    assert busy_elsewhere.line == "the job uses card 0: 1 of 1 free, 2 answer in all."
+
+
 def test_memory_held_without_a_process_is_busy_with_an_unknown_owner():
-    verdict = judged(HELD, 1)
+    verdict = judged(HELD.replace("1,", "0,", 1), 1)
     assert verdict.is_ready is False
     assert "owner unknown" in verdict.line
 
@@ -61,9 +74,9 @@ def test_a_card_without_memory_figures_is_busy_when_a_process_is_known():
 
 @pytest.mark.parametrize("action", ["Reset", "Drain and Reset", "Reboot"])
 def test_a_card_that_needs_a_reset_is_not_free_although_it_looks_alive(action: str):
-    verdict = judged(f"{IDLE}\n3, NVIDIA L40S, 61, 4, 46068, 80, [N/A], 0, {action}, GPU-c", 2)
+    verdict = judged(f"{IDLE}\n1, NVIDIA L40S, 61, 4, 46068, 80, [N/A], 0, {action}, GPU-c", 2)
     assert verdict.is_ready is False
-    assert "3 needs a reset" in verdict.line
+    assert "1 needs a reset" in verdict.line
 
 
 def test_a_comma_in_a_name_is_no_column_and_a_missing_card_is_counted():
@@ -74,7 +87,7 @@ def test_a_comma_in_a_name_is_no_column_and_a_missing_card_is_counted():
     assert {card.name for card in report.cards} == {"Foo, Bar, 48GB"}
     verdict = judge_gpus(report, 4, "cuda", ())
     assert verdict.is_ready is False
-    assert "1 card(s) are missing" in verdict.line
+    assert "Missing: card 2;" in verdict.line
 
 
 def test_a_driver_that_does_not_fit_its_library_is_broken_and_waiting_does_not_help():

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_tasks.contracts.jobs import MAX_LOG_PIECE_BYTES, LogPiece
-from eagle3_tasks.host import log_delivery
 from eagle3_tasks.host.files import write_json
 from eagle3_tasks.host.log_delivery import (
     END_BYTES,
@@ -28,10 +27,10 @@ from eagle3_tasks.host.log_delivery import (
 MIB = 1 << 20
 
 
-def read_all(folder: Path) -> list[LogPiece]:
+def read_all(folder: Path, max_bytes: int = MAX_LOG_PIECE_BYTES) -> list[LogPiece]:
     """Read as the orchestrator does: each piece confirms the one before."""
     pieces: list[LogPiece] = []
-    while (piece := read_piece(folder, is_final=True)).stop > piece.start:
+    while (piece := read_piece(folder, is_final=True, max_bytes=max_bytes)).stop > piece.start:
         pieces.append(piece)
         confirm(folder, piece.stop)
     return pieces
@@ -85,13 +84,11 @@ def test_a_character_that_is_half_written_waits_for_its_rest(tmp_path: Path, tex
 
 @given(st.text(alphabet="aä€🦅\n", max_size=300), st.integers(4, 40))
 def test_pieces_of_text_are_text_and_make_the_whole(text: str, limit: int):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_delivery, "MAX_LOG_PIECE_BYTES", limit)
-        folder = Path(".tmp") / "log_pieces"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "delivered.json").unlink(missing_ok=True)
-        (folder / "output.log").write_bytes(text.encode())
-        pieces = read_all(folder)
+    folder = Path(".tmp") / "log_pieces"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "delivered.json").unlink(missing_ok=True)
+    (folder / "output.log").write_bytes(text.encode())
+    pieces = read_all(folder, limit)
     assert all(0 < len(content(piece)) <= limit for piece in pieces)
     assert "".join(content(piece).decode() for piece in pieces) == text
 

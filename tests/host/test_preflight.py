@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import save_file
 
 from eagle3_tasks.commands import preflight
-from eagle3_tasks.commands.preflight import run_preflight
+from eagle3_tasks.commands.preflight import run_check_host, run_preflight
 from eagle3_tasks.contracts import codec
 from eagle3_tasks.contracts.errors import InvalidInput, InvalidSettings, MissingSoftware, PipelineError
 from eagle3_tasks.contracts.jobs import run_key
 from eagle3_tasks.contracts.probes import GpuReport, GpusReport
-from eagle3_tasks.contracts.settings import Settings, settings_from_flat
+from eagle3_tasks.contracts.settings import Settings, host_settings, settings_from_flat
 from eagle3_tasks.contracts.stages import StageSpec
 from eagle3_tasks.host.stage_context import StageContext
 
@@ -37,7 +38,7 @@ class World:
         self.target = folder / "target"
         self.target.mkdir()
         self.write_config(vocab_size=2048, num_hidden_layers=8, hidden_size=128)
-        (self.target / "model.safetensors").write_bytes(bytes(2048))
+        save_file({}, self.target / "model.safetensors")
         (self.target / "tokenizer.json").write_text("{}")
 
     def write_config(self, **text: Any) -> None:
@@ -222,7 +223,7 @@ def test_fewer_cards_than_the_run_needs_are_refused_and_busy_ones_only_warned_ab
     )
     report = GpusReport(cards=(card,), problem=None, is_broken=False)
     monkeypatch.setattr(preflight, "read_gpus", lambda: report)
-    assert "3 card(s) are missing" in str(world.problem(device="cuda", extraction_gpus=4))
+    assert "Missing: cards 1 to 3;" in str(world.problem(device="cuda", extraction_gpus=4))
     outcome, line = preflight.check_gpus(
         world.context(device="cuda", extraction_gpus=1, training_processes=1)
     )
@@ -247,3 +248,12 @@ def test_all_problems_are_reported_at_once_one_a_line(world: World):
     assert "disk_reserve_gb" in lines[0]
     assert "is empty" in lines[1]
     assert "draft_vocab_size" in lines[2]
+
+
+def test_a_host_is_checked_before_there_is_data_or_a_model(tmp_path: Path):
+    settings = host_settings({"root": str(tmp_path / "root"), "device": "cpu", "disk_reserve_gb": 0.001})
+    spec = StageSpec(run_key=RUN_KEY, settings=settings)
+    report = run_check_host(StageContext(spec=spec, generation=1, report_progress=lambda _progress: None))
+    assert [check["name"] for check in report["checks"]] == ["packages", "root", "disk", "gpus"]
+    assert {check["result"] for check in report["checks"]} == {"pass"}
+    assert not (tmp_path / "root" / "runs").exists(), "no run has begun"

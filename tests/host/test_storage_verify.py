@@ -52,7 +52,9 @@ def test_a_cut_or_missing_file_is_found_by_quick_and_its_samples_are_captured_ag
     folder: Path, spoil, reason
 ):
     fill(folder, NAMES)
-    (folder / names.MANIFEST).write_text("{}")
+    manifests = [folder / names.manifest_name("d" * 24), folder / "manifest.json"]
+    for manifest in manifests:
+        manifest.write_text("{}")
     segment = min(folder.glob("*.safetensors"))
     if spoil == "cut":
         os.truncate(segment, segment.stat().st_size - 1)
@@ -66,7 +68,7 @@ def test_a_cut_or_missing_file_is_found_by_quick_and_its_samples_are_captured_ag
     assert len(damage.samples) == 2
     set_aside(folder.parent, result.damages)
     assert not segment.exists()
-    assert not (folder / names.MANIFEST).exists()
+    assert not any(manifest.exists() for manifest in manifests)
     fill(folder, NAMES)
     capture.load_index()
     assert verify_samples(capture, NAMES, tier="full").damages == ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from eagle3_tasks.draft.config import DraftConfig, draft_config
 from eagle3_tasks.draft.initialize import random_draft_model
 from eagle3_tasks.draft.model import DraftModel
 from eagle3_tasks.draft.target_weights import TargetWeights
+from eagle3_tasks.training import loss as loss_module
 from eagle3_tasks.training import unroll
 from eagle3_tasks.training.batch import TrainedSample, collate
 from eagle3_tasks.training.loss import compute_sums
-from eagle3_tasks.training.teacher import Teacher, make_teacher
+from eagle3_tasks.training.teacher import Teacher, ask_teacher, make_teacher
 from eagle3_tasks.vocab.mapping import make_vocabulary
 
 HIDDEN, VOCAB, DRAFT_VOCAB, HEADS, KV_HEADS, HEAD_DIM, TTT_STEPS = 16, 40, 24, 4, 2, 6, 4
@@ -199,6 +201,35 @@ def test_attention_some_queries_at_a_time_gives_the_same_gradients(compared, mon
         torch.testing.assert_close(blocked_gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_a_loss_some_positions_at_a_time_gives_the_same_gradients(compared, monkeypatch) -> None:
+    model, teacher, samples, _, _ = compared
+    loss, gradients = loss_and_gradients(model, teacher, samples)
+    monkeypatch.setattr(loss_module, "_POSITIONS_AT_ONCE", 2)
+    parted_loss, parted_gradients = loss_and_gradients(model, teacher, samples)
+    assert parted_loss == pytest.approx(loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(parted_gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_no_logits_are_kept_for_the_backward_pass_of_more_positions_than_go_at_once(monkeypatch) -> None:
+    model = make_model()
+    teacher, (sample,) = make_teacher_and_samples((20,), model)
+    answers = ask_teacher(teacher, model, sample.last_hidden_TD)
+
+    def num_kept_as_wide_as_logits() -> int:
+        kept: list[torch.Size] = []
+        hidden = torch.ones(20, HIDDEN, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda one: kept.append(one.shape) or one, lambda _: None
+        ):
+            loss_module._compare(model, answers, hidden, torch.arange(20))
+        return sum(shape[-1:] == (DRAFT_VOCAB,) for shape in kept)
+
+    assert num_kept_as_wide_as_logits() > 0
+    monkeypatch.setattr(loss_module, "_POSITIONS_AT_ONCE", 8)
+    assert num_kept_as_wide_as_logits() == 0
+
+
 def test_later_steps_see_true_keys_up_to_their_position_and_only_their_own_after() -> None:
     model = make_model()
     _, (sample,) = make_teacher_and_samples((8,), model)
@@ -289,6 +320,20 @@ def test_yarn_scales_like_the_engines_whatever_mscale_the_target_names() -> None
     cos, _ = model.rotary(torch.zeros(1, 1))
     # 0.1 ln(64) + 1, which vLLM and SGLang apply to a Llama.
     assert cos.flatten().tolist() == pytest.approx([0.1 * np.log(64.0) + 1] * 16)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0}])
+def test_positions_of_a_bfloat16_draft_model_are_those_of_a_float32_one(rope: dict[str, Any]) -> None:
+    config = dataclasses.replace(
+        make_model().config, head_dim=32, rope_scaling={"original_max_position_embeddings": 1024, **rope}
+    )
+    positions = torch.tensor([[0, 1, 100, 3000]])
+    cos, sin = DraftModel(config).rotary(positions)
+    model = DraftModel(config).to(torch.bfloat16)
+    assert model.fc.weight.dtype == torch.bfloat16
+    for found, expected in zip(model.rotary(positions), (cos, sin), strict=True):
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected)
 
 
 def test_a_shallow_mask_at_the_first_token_is_no_draft_input() -> None:

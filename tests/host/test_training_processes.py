@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from eagle3_tasks.contracts.errors import TrainingProblem
+from eagle3_tasks.contracts.errors import DamagedData, TrainingProblem
 from eagle3_tasks.contracts.jobs import Progress
 from eagle3_tasks.contracts.run_records import TrainingRecord
 from eagle3_tasks.data.dataset import Dataset
@@ -23,16 +23,18 @@ from eagle3_tasks.draft.config import draft_config
 from eagle3_tasks.draft.initialize import initialize_draft_model
 from eagle3_tasks.draft.target_config import read_target_config
 from eagle3_tasks.draft.target_weights import read_target_weights
-from eagle3_tasks.draft.trained import read_trained
+from eagle3_tasks.draft.trained import PLOT_FILE, TRAINED_FOLDER, read_trained
+from eagle3_tasks.host.files import read_json
 from eagle3_tasks.host.stage_context import StageContext
 from eagle3_tasks.storage.capture import Capture
 from eagle3_tasks.storage.sample import CapturedSample
+from eagle3_tasks.training import worker
 from eagle3_tasks.training.checkpoint import committed_steps
 from eagle3_tasks.training.collective import STATUS_FAILED, STATUS_OK, RankGroup, StepExchange
 from eagle3_tasks.training.history import read_history
 from eagle3_tasks.training.loop import Training, run_training
 from eagle3_tasks.training.plan import make_training_plan
-from eagle3_tasks.training.spec import CHECKPOINTS_FOLDER
+from eagle3_tasks.training.spec import CHECKPOINTS_FOLDER, SPEC_FILE, TrainingSpec
 from eagle3_tasks.training.stage import run_train
 from eagle3_tasks.training.teacher import make_teacher
 from eagle3_tasks.vocab.stage import run_map_vocab
@@ -80,11 +82,11 @@ def kill_a_rank_after_a_checkpoint(context: StageContext, rank: int, killed_at: 
         trainings = context.layout.root.glob("training/*")
         if not any(committed_steps(folder / CHECKPOINTS_FOLDER) for folder in trainings):
             continue
-        for worker in workers():
+        for process in workers():
             with contextlib.suppress(psutil.Error):
-                if worker.environ().get("RANK") == str(rank):
+                if process.environ().get("RANK") == str(rank):
                     killed_at.append(time.monotonic())
-                    worker.kill()
+                    process.kill()
                     return
 
 
@@ -106,6 +108,7 @@ def test_the_loss_falls_and_the_history_has_no_gap(trained: StageContext) -> Non
     assert steps == sorted(set(steps))
     assert steps[-1] == run_train(trained)["num_steps"]
     assert history[-1].loss < 0.9 * history[0].loss
+    assert (training_folder(trained) / PLOT_FILE).read_bytes().startswith(b"\x89PNG")
 
 
 def one_rank_training(trained: StageContext, folder: Path) -> Training:
@@ -169,6 +172,43 @@ def test_a_rank_killed_with_kill_9_ends_the_job_and_the_retry_gives_bitwise_the_
     assert (result.final_loss, result.acceptance) == (expected_result.final_loss, expected_result.acceptance)
     assert report["num_steps"] == expected_result.num_steps
     assert read_history(training_folder(context)) == read_history(training_folder(trained))
+
+
+def spec_at_the_end(folder: Path) -> TrainingSpec:
+    """The spec of an attempt that finds the last checkpoint whole."""
+    spec = read_json(TrainingSpec, folder / SPEC_FILE)
+    assert spec is not None
+    return dataclasses.replace(spec, resume_step=committed_steps(folder / CHECKPOINTS_FOLDER)[-1])
+
+
+@pytest.fixture
+def any_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a worker's choice for its whole process out of this one."""
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda **_: None)
+
+
+@pytest.mark.usefixtures("any_algorithm")
+def test_a_training_killed_between_its_last_checkpoint_and_its_result_is_finished_by_the_retry(
+    trained: StageContext, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(training_folder(trained), tmp_path / "training")
+    shutil.rmtree(folder / TRAINED_FOLDER)
+    worker.train(spec_at_the_end(folder), RankGroup(rank=0, size=1), torch.device("cpu"), folder)
+    expected, expected_result = read_trained(training_folder(trained))
+    found, result = read_trained(folder)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert dataclasses.replace(result, seconds=0.0) == dataclasses.replace(expected_result, seconds=0.0)
+    assert read_history(folder) == read_history(training_folder(trained))
+
+
+@pytest.mark.usefixtures("any_algorithm")
+def test_a_capture_that_grew_while_processes_started_ends_the_attempt_not_the_agreement(
+    trained: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = training_folder(trained)
+    monkeypatch.setattr(worker, "usable_rows", lambda dataset, _: list(range(dataset.num_samples - 1)))
+    with pytest.raises(DamagedData, match=r"now holds 23 of the dataset's 24 samples .*Retry"):
+        worker.train(spec_at_the_end(folder), RankGroup(rank=1, size=2), torch.device("cpu"), folder)
 
 
 def test_numbers_that_are_not_finite_stop_the_training_and_name_rank_and_step(

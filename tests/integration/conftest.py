@@ -64,7 +64,9 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def shared_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One ROOT for all tests that don't look at it: the release is shipped to it once."""
-    return tmp_path_factory.mktemp("shared") / "root"
+    root = tmp_path_factory.mktemp("shared") / "root"
+    (root / "jobs").mkdir(parents=True)
+    return root
 
 
 @dataclasses.dataclass
@@ -143,6 +145,26 @@ async def first_event(trigger: Any) -> Any:
     async for event in trigger.run():
         return event.payload
     raise AssertionError("the trigger ended without an event")
+
+
+def make_task(root: Path, script: str, **more: Any) -> AirflowTask:
+    """Give the task of a shell script that runs under ``root``."""
+
+    def make() -> RemoteJobOperator:
+        return RemoteJobOperator(
+            ssh_conn_id=CONN_ID,
+            root=str(root),
+            argv=["/bin/sh", "-c", script],
+            poll_seconds=0.1,
+            **{"task_id": "t", **more},
+        )
+
+    return AirflowTask(make)
+
+
+def count(file: Path) -> int:
+    """Tell how often a script has written its x."""
+    return file.read_text().count("x") if file.exists() else 0
 
 
 @pytest.fixture

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,11 +17,12 @@ from eagle3_airflow.remote_command import HostAddress
 from eagle3_tasks.contracts.digests import release_digest
 from eagle3_tasks.contracts.errors import (
     ConnectionProblem,
+    DiskProblem,
     HostUnreachable,
-    IncompatibleRelease,
     InvalidSettings,
     MissingSoftware,
     RequestRefused,
+    UnexpectedFailure,
 )
 from eagle3_tasks.contracts.jobs import JobSpec, JobState, PollItem, job_key, run_key
 from tests.integration.openssh import OpenSshServer, free_port, make_key
@@ -27,13 +31,14 @@ CONN_ID = "eagle3_test_host"
 VARIABLE = f"AIRFLOW_CONN_{CONN_ID.upper()}"
 
 
-def address(root: Path, **changes: str) -> HostAddress:
+def address(root: Path, **changes: Any) -> HostAddress:
     return HostAddress(
         **{
             "ssh_conn_id": CONN_ID,
             "root": str(root),
             "python": "",
             "release": current_release().digest,
+            "make_root": True,
             **changes,
         }
     )
@@ -231,6 +236,39 @@ def test_a_job_outlives_the_session_that_submitted_it(
 def test_a_release_that_differs_from_its_name_is_never_run(sshd: OpenSshServer, root: Path) -> None:
     wrong = Release(files=current_release().files, digest="0" * 24)
     session = AgentSession(address(root, release="0" * 24), wrong)
-    with pytest.raises(IncompatibleRelease), session:
+    with pytest.raises(UnexpectedFailure, match="was shipped, but is not"), session:
         pass
-    assert [path.name for path in (root / "releases").iterdir()] == ["0" * 24]
+    names = {path.name[: len(".broken-") + 24] for path in (root / "releases").iterdir()}
+    assert names == {".broken-" + "0" * 24}
+
+
+def test_a_torn_release_is_shipped_again_and_what_shippers_that_died_left_goes_after_a_day(
+    sshd: OpenSshServer, root: Path
+) -> None:
+    open_and_close(address(root))
+    releases = root / "releases"
+    torn = releases / current_release().digest
+    (torn / "eagle3_tasks" / "host" / "agent.py").write_bytes(b"")
+    old, new = releases / ".tmp-old", releases / ".tmp-new"
+    for folder in (old, new):
+        (folder / "eagle3_tasks").mkdir(parents=True)
+        (folder / "eagle3_tasks" / "a.py").touch()
+        (folder / "link").symlink_to(root / "jobs")
+    (root / "jobs").mkdir()
+    (root / "jobs" / "kept").touch()
+    long_ago = time.time() - 2 * 86_400
+    os.utime(old, (long_ago, long_ago))
+    open_and_close(address(root, make_root=False))
+    assert release_digest(torn / "eagle3_tasks") == current_release().digest
+    names = {path.name.partition(current_release().digest)[0] for path in releases.iterdir()}
+    assert names == {"", ".tmp-new", ".broken-"}
+    assert (root / "jobs" / "kept").exists()
+
+
+def test_a_root_that_has_vanished_is_a_node_problem_and_nothing_is_shipped(
+    sshd: OpenSshServer, root: Path
+) -> None:
+    root.mkdir()
+    with pytest.raises(DiskProblem, match="Is the data disk mounted"):
+        open_and_close(address(root, make_root=False))
+    assert list(root.iterdir()) == []

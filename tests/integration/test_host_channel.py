@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
+import asyncssh
 import pytest
 
 from eagle3_airflow.hooks.agent_link import AgentLink
@@ -12,7 +14,12 @@ from eagle3_airflow.hooks.agent_session import AgentSession
 from eagle3_airflow.hooks.host_channel import HostChannel
 from eagle3_airflow.release import current_release
 from eagle3_airflow.remote_command import HostAddress
-from eagle3_tasks.contracts.errors import ConnectionProblem, HostUnreachable, RequestRefused
+from eagle3_tasks.contracts.errors import (
+    ConnectionProblem,
+    HostUnreachable,
+    RequestRefused,
+    UnexpectedFailure,
+)
 from eagle3_tasks.contracts.jobs import CancelBody, HelloBody, JobState, PollItem, job_key
 from tests.integration.conftest import CONN_ID
 from tests.integration.openssh import OpenSshServer, children_of
@@ -143,6 +150,79 @@ def test_both_hooks_refuse_an_unknown_host_key(
     async def ask() -> None:
         async with HostChannel.lease(address) as channel:
             with pytest.raises(ConnectionProblem, match="host_key"):
+                await channel.until_reachable()
+
+    asyncio.run(ask())
+
+
+def test_a_link_that_ends_during_a_request_is_not_asked_again_before_the_host_answers(
+    sshd: OpenSshServer, shared_root: Path
+) -> None:
+    address = ship(shared_root)
+
+    async def ask() -> tuple[int, int]:
+        requests = waits = 0
+        async with HostChannel.lease(address) as channel:
+            link = await channel._current_link()
+            asking = asyncio.create_task(link.request("hello", HelloBody()))
+            await asyncio.sleep(0)
+            link._end(HostUnreachable("cut"))
+            # Both loops of the triggers: without a suspension in them nothing else would ever run.
+            while waits < 1000:
+                try:
+                    requests += 1
+                    await channel.request("hello", HelloBody())
+                    break
+                except HostUnreachable:
+                    waits += 1
+                    await channel.until_reachable()
+            with contextlib.suppress(HostUnreachable):
+                await asking
+        return requests, waits
+
+    assert asyncio.run(ask()) == (2, 1)
+
+
+def test_a_connection_whose_opening_is_cancelled_is_closed(
+    sshd: OpenSshServer, shared_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = ship(shared_root)
+
+    async def cancel() -> None:
+        assert sshd.process is not None
+        is_connected = asyncio.Event()
+
+        async def never(*_: object, **__: object) -> None:
+            is_connected.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(asyncssh.SSHClientConnection, "create_process", never)
+        opening = asyncio.create_task(AgentLink.open(address))
+        await is_connected.wait()
+        assert children_of(sshd.process.pid)
+        opening.cancel()
+        await asyncio.wait([opening])
+        assert opening.cancelled()
+        for _ in range(100):
+            if not children_of(sshd.process.pid):
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("the connection is still open")
+
+    asyncio.run(cancel())
+
+
+def test_an_error_of_our_own_is_no_users_problem(
+    sshd: OpenSshServer, shared_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_address: HostAddress) -> AgentLink:
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr(AgentLink, "open", fail)
+
+    async def ask() -> None:
+        async with HostChannel.lease(ship(shared_root)) as channel:
+            with pytest.raises(UnexpectedFailure, match="ZeroDivisionError: a mistake of ours"):
                 await channel.until_reachable()
 
     asyncio.run(ask())

@@ -18,27 +18,10 @@ from eagle3_airflow.operators.remote_job import RemoteJobOperator
 from eagle3_airflow.triggers import remote_job as remote_job_trigger
 from eagle3_airflow.triggers.host_trigger import HostTrigger
 from eagle3_tasks.contracts.jobs import JobStatus, PollItem
-from tests.integration.conftest import CONN_ID, AirflowTask, first_event, until
+from tests.integration.conftest import CONN_ID, AirflowTask, count, first_event, make_task, until
 from tests.integration.openssh import OpenSshServer, make_key
 
 Lines = Callable[[], list[str]]
-
-
-def make_task(root: Path, script: str, **more: Any) -> AirflowTask:
-    def make() -> RemoteJobOperator:
-        return RemoteJobOperator(
-            ssh_conn_id=CONN_ID,
-            root=str(root),
-            argv=["/bin/sh", "-c", script],
-            poll_seconds=0.1,
-            **{"task_id": "t", **more},
-        )
-
-    return AirflowTask(make)
-
-
-def count(file: Path) -> int:
-    return file.read_text().count("x") if file.exists() else 0
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -125,57 +108,6 @@ def test_a_value_of_any_content_reaches_the_command_byte_for_byte(
     assert {(tmp_path / name).read_text() for name in ("argv", "stdin", "env")} == {nasty}
     assert not [*tmp_path.rglob("PWNED"), *shared_root.rglob("PWNED")]
     assert {path.name for path in shared_root.iterdir()} <= {"jobs", "releases", "slots"}
-
-
-def test_an_unreachable_host_is_waited_for_without_a_retry_and_with_two_lines(
-    sshd: OpenSshServer, shared_root: Path, tmp_path: Path, log_lines: Lines
-) -> None:
-    counter = tmp_path / "counter"
-    task = make_task(shared_root, f"printf x >> {counter}")
-    sshd.stop()
-    _, deferral = task.start()
-    assert task.deferrals == ["HostWaitTrigger"]
-
-    async def outage() -> Any:
-        waiting = asyncio.create_task(first_event(task.trigger(deferral)))
-        await until(lambda: any("host unreachable, waiting" in line for line in log_lines()))
-        await asyncio.sleep(0.5)
-        assert not waiting.done()
-        sshd.start()
-        return await waiting
-
-    event = asyncio.run(outage())
-    result, deferral = task.resume(deferral, event)
-    while deferral is not None:
-        result, deferral = task.resume(deferral, asyncio.run(first_event(task.trigger(deferral))))
-    assert (result, count(counter)) == ({}, 1)
-    assert sum("host unreachable, waiting" in line for line in log_lines()) == 1
-
-
-def test_an_outage_while_the_job_runs_loses_no_line_and_starts_nothing(
-    sshd: OpenSshServer, shared_root: Path, tmp_path: Path, log_lines: Lines
-) -> None:
-    counter = tmp_path / "counter"
-    script = f"printf x >> {counter}; for i in $(seq 20); do echo line $i; sleep 0.1; done"
-    task = make_task(shared_root, script)
-    _, deferral = task.start()
-
-    async def outage() -> Any:
-        waiting = asyncio.create_task(first_event(task.trigger(deferral)))
-        await until(lambda: "line 3" in log_lines())
-        sshd.cut_connections()
-        sshd.stop()
-        await until(lambda: any("host unreachable, waiting" in line for line in log_lines()))
-        sshd.start()
-        return await waiting
-
-    result, _ = task.resume(deferral, asyncio.run(outage()))
-    lines = log_lines()
-    assert result == {}
-    assert [min(lines.count(f"line {number}"), 1) for number in range(1, 21)] == [1] * 20
-    assert sum("host unreachable, waiting" in line for line in lines) == 1
-    assert sum("host answers again" in line for line in lines) == 1
-    assert count(counter) == 1
 
 
 def test_a_triggerer_that_dies_leaves_the_job_and_the_next_one_goes_on_with_the_log(

@@ -13,6 +13,7 @@ from airflow.serialization.serialized_objects import DagSerialization
 
 from eagle3_airflow.operators.remote_job import acknowledge_job
 from eagle3_airflow.operators.stage import StageOperator
+from eagle3_airflow.params import form_params
 from eagle3_airflow.sensors.host_probe import HostProbeSensor
 
 DAGS = Path(__file__).parents[2] / "dags"
@@ -37,6 +38,12 @@ def test_the_stages_stand_in_the_order_of_the_design(dags: dict[str, Any]) -> No
         assert after in dag.get_task(before).downstream_task_ids
 
 
+def test_a_host_is_checked_after_its_set_up(dags: dict[str, Any]) -> None:
+    dag = dags["eagle3_setup_host"]
+    assert [task.task_id for task in dag.topological_sort()] == ["setup_host", "check_host"]
+    assert dag.get_task("setup_host").downstream_task_ids == {"check_host"}
+
+
 def test_answers_from_the_dataset_do_not_stop_the_run(dags: dict[str, Any]) -> None:
     assert dags["eagle3_train"].get_task("prepare_data").trigger_rule == "none_failed"
 
@@ -46,7 +53,8 @@ def test_shards_are_mapped_named_and_bounded(dags: dict[str, Any], task_id: str,
     task = dags["eagle3_train"].get_task(task_id)
     assert task.is_mapped
     assert task.map_index_template == "{{ task.shard_name }}"
-    assert task.max_active_tis_per_dagrun == 16
+    largest = form_params().get_param("shard_slots").schema["maximum"]
+    assert task.max_active_tis_per_dagrun == largest == 64, "the setting alone says how many run at once"
     assert dags["eagle3_train"].get_task(upstream).returns == "shards"
     unmapped = task.unmap({"rows": [150, 300, ""]})
     assert isinstance(unmapped, StageOperator)

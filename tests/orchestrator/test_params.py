@@ -146,6 +146,10 @@ def test_a_host_is_set_up_without_data_or_a_model() -> None:
     params.update({"root": "/data/eagle3", "ssh_conn_id": "gpu"})
     settings = host_settings_from_params(params.validate())
     assert (settings.host.root, settings.host.ssh_conn_id) == ("/data/eagle3", "gpu")
+    assert (settings.host.device, settings.host.extraction_gpus) == ("cuda", 8)
+    params.update({"device": "cpu", "training_processes": 2, "python": None})
+    settings = host_settings_from_params(params.validate())
+    assert (settings.host.device, settings.host.training_processes) == ("cpu", 2)
     with pytest.raises(ParamValidationError):
         host_form_params().validate()
 

@@ -88,8 +88,8 @@ def test_an_error_that_nobody_foresaw_is_a_node_problem() -> None:
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
-def test_only_a_persons_problem_ends_the_retries(leaf: Any) -> None:
+def test_a_persons_problem_and_the_longest_outage_end_the_retries(leaf: Any) -> None:
     error = to_airflow(leaf("fact. remedy."))
     ends = isinstance(error, AirflowFailException)
-    assert ends == issubclass(leaf, UserProblem | Cancelled)
+    assert ends == issubclass(leaf, UserProblem | Cancelled | HostUnreachable)
     assert str(error).endswith(": fact. remedy.")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import types
 import uuid
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
 
-from eagle3_airflow.operators.remote_job import RemoteJob
-from eagle3_airflow.operators.stage import SetupHostOperator, StageOperator
+from eagle3_airflow.operators.remote_job import RemoteJob, RemoteJobOperator
+from eagle3_airflow.operators.stage import SetupHostOperator, StageOperator, host_address
 from eagle3_airflow.params import settings_from_params
 from eagle3_airflow.sensors.host_probe import GpuIdleSensor
 from eagle3_tasks.contracts.errors import InvalidSettings, RequestRefused
 from eagle3_tasks.contracts.jobs import check_job_key, check_run_key
 from eagle3_tasks.contracts.rows import RowRange
-from eagle3_tasks.contracts.stages import parse_stage_spec
+from eagle3_tasks.contracts.stages import Stage, parse_stage_spec
 
 PARAMS = {
     "preset": "demo", "ssh_conn_id": "gpu", "root": "/data/eagle3", "conversations_path": "/data/c.jsonl",
@@ -108,3 +108,34 @@ def test_a_host_is_set_up_by_one_job_of_its_own() -> None:
     job = SetupHostOperator(task_id="setup_host").plan_job(task)
     assert job.spec.argv[-3:] == ("setup-host", "--spec", "-")
     assert parse_stage_spec(job.spec.stdin, where="spec").settings.host.root == "/data/eagle3"
+
+
+def test_a_host_is_checked_with_the_interpreter_that_its_set_up_made() -> None:
+    task: Any = {
+        "ti": context()["ti"],
+        "params": {"ssh_conn_id": "gpu", "root": "/data/eagle3", "python": "/usr/bin/python3.12",
+                   "device": "cpu", "extraction_gpus": 2},
+    }  # fmt: skip
+    made = SetupHostOperator(task_id="setup_host").plan_job(task)
+    checked = SetupHostOperator(task_id="check_host", stage="check-host").plan_job(task)
+    assert (made.address.python, checked.address.python) == ("/usr/bin/python3.12", "")
+    assert checked.spec.argv[-3:] == ("check-host", "--spec", "-")
+    host = parse_stage_spec(checked.spec.stdin, where="spec").settings.host
+    assert (host.device, host.extraction_gpus) == ("cpu", 2)
+
+
+def test_only_the_first_stages_make_a_root_that_is_not_there() -> None:
+    making = {
+        stage
+        for stage in get_args(Stage)
+        if StageOperator(task_id="t", stage=stage).plan_job(context()).address.make_root
+    }
+    assert making == {"preflight", "setup-host"}
+    assert not host_address(settings_from_params(PARAMS)).make_root, "a sensor only asks"
+
+
+@pytest.mark.parametrize("make_root", [True, False])
+def test_a_command_of_ones_own_makes_its_root_unless_told_otherwise(make_root: bool) -> None:
+    more: dict[str, Any] = {} if make_root else {"make_root": False}
+    task = RemoteJobOperator(task_id="t", ssh_conn_id="gpu", root="/data", argv=["true"], **more)
+    assert task.plan_job(context()).address.make_root is make_root

@@ -69,8 +69,11 @@ class AgentLink:
                 connection.create_process(COMMAND, encoding=None), timeout=CONNECT_SECONDS
             )
             link = cls(connection, process, conn_id=address.ssh_conn_id, nonce=nonce)
-        except Exception as error:
+        except BaseException as error:
+            # Cancelled as well: nobody else knows of this connection.
             connection.abort()
+            if not isinstance(error, Exception):
+                raise
             raise translate_ssh_error(error, Place(conn_id=address.ssh_conn_id)) from error
         try:
             process.stdin.write(to_line(address.hello(nonce)))

@@ -19,7 +19,12 @@ from typing import Any, ClassVar
 from eagle3_airflow.hooks.agent_link import ANSWER_SECONDS, AgentLink
 from eagle3_airflow.remote_command import HostAddress
 from eagle3_tasks.contracts import codec
-from eagle3_tasks.contracts.errors import HostUnreachable, PipelineError, RequestRefused
+from eagle3_tasks.contracts.errors import (
+    HostUnreachable,
+    PipelineError,
+    RequestRefused,
+    UnexpectedFailure,
+)
 from eagle3_tasks.contracts.jobs import JobStatus, PollBody, PollItem, PollReply, Verb
 
 logger = logging.getLogger(__name__)
@@ -129,18 +134,24 @@ class HostChannel:
             PipelineError: it answers, but with something that waiting doesn't mend.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._link is not None or self._is_hopeless())
+            await self._changed.wait_for(lambda: self._living_link() is not None or self._is_hopeless())
         if self._problem is not None and self._is_hopeless():
             raise self._problem
 
     def _is_hopeless(self) -> bool:
         return self._problem is not None and not isinstance(self._problem, HostUnreachable)
 
+    def _living_link(self) -> AgentLink | None:
+        # A link that has ended stays until the keeper's turn comes. Whoever took it for a living
+        # one would ask, fail and ask again without ever giving the keeper its turn.
+        link = self._link
+        return link if link is not None and not link.ended.done() else None
+
     async def _current_link(self) -> AgentLink:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._link is not None or self._problem is not None)
-            if self._link is not None:
-                return self._link
+            await self._changed.wait_for(lambda: self._living_link() or self._problem is not None)
+            if (link := self._living_link()) is not None:
+                return link
             raise self._problem or HostUnreachable("the connection was closed.")
 
     async def _set(self, link: AgentLink | None, problem: PipelineError | None) -> None:
@@ -178,7 +189,10 @@ class HostChannel:
             raise
         except Exception as error:
             logger.exception("channel failed conn_id=%s", self.address.ssh_conn_id)
-            await self._set(None, RequestRefused(f"the connection's keeper failed: {error}"))
+            await self._set(
+                None,
+                UnexpectedFailure(f"the connection's keeper failed: {type(error).__name__}: {error}."),
+            )
 
     async def _serve(self, link: AgentLink) -> None:
         """Send the questions that are due until the link ends; always raises its reason."""

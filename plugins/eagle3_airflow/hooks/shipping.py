@@ -6,6 +6,7 @@ import contextlib
 import logging
 import posixpath
 import secrets
+import stat
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,13 +19,17 @@ logger = logging.getLogger(__name__)
 PRIVATE_FOLDER = 0o700
 PRIVATE_FILE = 0o600
 PACKAGE = "eagle3_tasks"
+LEFTOVERS = (".tmp-", ".broken-")
+"""Beginnings of names under ROOT/releases: not yet a release, and one that the bootstrap moved aside."""
+LEFTOVER_SECONDS = 86_400
 
 
 def ship_release(sftp: paramiko.SFTPClient, *, root: str, release: Release) -> None:
     """Write the release under a temporary name and rename it to ``ROOT/releases/DIGEST``.
 
     Two shippers at once do no harm: a folder that is there wins, and it holds the same
-    bytes, because its name is their digest.
+    bytes, because its name is their digest. What shippers that died left there, and torn
+    releases that were moved aside, go after a day.
     """
     releases = posixpath.join(root, "releases")
     final = posixpath.join(releases, release.digest)
@@ -56,6 +61,13 @@ def ship_release(sftp: paramiko.SFTPClient, *, root: str, release: Release) -> N
             _remove(sftp, written, made)
         raise
     logger.info("release shipped digest=%s files=%d bytes=%d", release.digest, len(written), num_bytes)
+    try:
+        num_removed = _remove_leftovers(sftp, releases, now=sftp.stat(final).st_mtime or 0)
+    except OSError as error:
+        logger.warning("leftovers not removed folder=%s: %s", releases, error)
+    else:
+        if num_removed:
+            logger.info("leftovers removed folder=%s folders=%d", releases, num_removed)
 
 
 def _make_parents(sftp: paramiko.SFTPClient, folder: str, relative: str, made: list[str]) -> None:
@@ -64,6 +76,28 @@ def _make_parents(sftp: paramiko.SFTPClient, folder: str, relative: str, made: l
         if folder not in made:
             sftp.mkdir(folder, PRIVATE_FOLDER)
             made.append(folder)
+
+
+def _remove_leftovers(sftp: paramiko.SFTPClient, releases: str, *, now: float) -> int:
+    """Remove what is older than a day by the host's own clock, and count it."""
+    old = [
+        entry
+        for entry in sftp.listdir_attr(releases)
+        if entry.filename.startswith(LEFTOVERS) and (entry.st_mtime or now) < now - LEFTOVER_SECONDS
+    ]
+    for entry in old:
+        _remove_tree(sftp, posixpath.join(releases, entry.filename))
+    return len(old)
+
+
+def _remove_tree(sftp: paramiko.SFTPClient, folder: str) -> None:
+    for entry in sftp.listdir_attr(folder):
+        path = posixpath.join(folder, entry.filename)
+        if stat.S_ISDIR(entry.st_mode or 0):
+            _remove_tree(sftp, path)
+        else:
+            sftp.remove(path)
+    sftp.rmdir(folder)
 
 
 def _remove(sftp: paramiko.SFTPClient, files: list[str], folders: list[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -22,7 +23,9 @@ from eagle3_airflow.job_follower import JobFollower, problem_of
 from eagle3_airflow.release import current_release
 from eagle3_airflow.remote_command import HostAddress
 from eagle3_airflow.retries import MAX_RETRY_DELAY, RETRIES, RETRY_DELAY
+from eagle3_airflow.triggers.host_trigger import where_to_wait
 from eagle3_airflow.triggers.host_wait import HostWaitTrigger
+from eagle3_airflow.triggers.outage import patience_left
 from eagle3_airflow.triggers.remote_job import (
     RemoteJobTrigger,
     cancel_reason,
@@ -74,9 +77,12 @@ class RemoteJobOperator(BaseOperator):
         argv: the command; the first word ``@python`` stands for the agent's interpreter.
         stdin: what the command reads.
         environment: variables for the command; readable by its user alone.
-        python: interpreter on the host; empty: ROOT/env, else the newest on the PATH.
+        python: interpreter on the host; empty: ROOT/env, else python3 if it is 3.11 or later, else
+            the newest of python3.13, python3.12 and python3.11 on the PATH.
         poll_seconds: how often the job is asked for its state.
         orphan_minutes: a job that nobody has asked about for so long stops by itself.
+        make_root: make ``root`` where it isn't there. Without it, a folder without jobs is
+            taken for a disk that is not mounted.
         on_success_callback: run before the job is acknowledged.
     """
 
@@ -94,6 +100,7 @@ class RemoteJobOperator(BaseOperator):
         python: str = "",
         poll_seconds: float = 5.0,
         orphan_minutes: float = 1440.0,
+        make_root: bool = True,
         retries: int | None = RETRIES,
         retry_delay: timedelta | float = RETRY_DELAY,
         retry_exponential_backoff: float = 2.0,
@@ -119,6 +126,7 @@ class RemoteJobOperator(BaseOperator):
         self.python = python
         self.poll_seconds = poll_seconds
         self.orphan_minutes = orphan_minutes
+        self.make_root = make_root
         self._job: RemoteJob | None = None
         self._context: Context | None = None
         self._succeeded: JobStatus | None = None
@@ -138,6 +146,7 @@ class RemoteJobOperator(BaseOperator):
                 root=self.root,
                 python=self.python,
                 release=current_release().digest,
+                make_root=self.make_root,
             ),
             spec=JobSpec(
                 key=job_key(dag_id=attempt.dag_id, run_id=attempt.run_id, stage=self.task_id + part),
@@ -161,7 +170,7 @@ class RemoteJobOperator(BaseOperator):
     def on_host_answers(self, context: Context, event: dict[str, Any]) -> Any:
         """Try the submit again after an outage."""
         self._raise_error_of(event)
-        return self._submit(context, attempt=int(event["attempt"]) + 1)
+        return self._submit(context, attempt=int(event["attempt"]) + 1, since=float(event["since"]))
 
     def on_job_event(self, context: Context, event: dict[str, Any]) -> Any:
         """Take the job's end from the trigger."""
@@ -195,7 +204,8 @@ class RemoteJobOperator(BaseOperator):
         thread.start()
         thread.join(ON_KILL_SECONDS)
 
-    def _submit(self, context: Context, *, attempt: int) -> Any:
+    def _submit(self, context: Context, *, attempt: int, since: float | None = None) -> Any:
+        """Submit the job; ``since`` is when the first of the attempts before this one failed."""
         job = self._plan(context)
         try:
             with AgentSession(job.address, current_release()) as session:
@@ -212,20 +222,28 @@ class RemoteJobOperator(BaseOperator):
                     status = self._drain(session, status)
         except HostUnreachable as error:
             self.log.warning("host unreachable, the submit waits: %s", error)
-            self._defer_to_host(job, str(error), attempt)
+            self._defer_to_host(job, error, attempt=attempt, since=since or time.time())
         except PipelineError as error:
             raise to_airflow(error) from error
         if not status.state.is_final:
             self._defer_to_job(job, status)
         return self._finish(context, status)
 
-    def _defer_to_host(self, job: RemoteJob, problem: str, attempt: int) -> NoReturn:
-        trigger = HostWaitTrigger(**codec.to_plain(job.address), problem=problem, attempt=attempt)
+    def _defer_to_host(
+        self, job: RemoteJob, problem: HostUnreachable, *, attempt: int, since: float
+    ) -> NoReturn:
+        try:
+            patience_left(problem, since=since)
+        except HostUnreachable as error:
+            raise to_airflow(error) from problem
+        trigger = HostWaitTrigger(
+            **where_to_wait(job.address), problem=str(problem), attempt=attempt, since=since
+        )
         self.defer(trigger=trigger, method_name=self.on_host_answers.__name__)
 
     def _defer_to_job(self, job: RemoteJob, status: JobStatus) -> NoReturn:
         trigger = RemoteJobTrigger(
-            **codec.to_plain(job.address),
+            **where_to_wait(job.address),
             key=status.key,
             generation=status.generation,
             poll_seconds=job.poll_seconds,

@@ -14,14 +14,18 @@ from eagle3_tasks.contracts import codec
 from eagle3_tasks.contracts.errors import RequestRefused
 from eagle3_tasks.contracts.jobs import AGENT_PYTHON, JobSpec, SlotRule, job_key, run_key
 from eagle3_tasks.contracts.rows import RowRange
-from eagle3_tasks.contracts.settings import Settings
+from eagle3_tasks.contracts.settings import HostSettings, Settings
 from eagle3_tasks.contracts.stages import Stage, StageSpec
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
+FIRST_STAGES: tuple[Stage, ...] = ("preflight", "setup-host")
+"""They may make ROOT. For all others a ROOT that isn't there is a disk that is not mounted."""
 COMMAND_MODULE = "eagle3_tasks.commands.main"
 SHARD_SLOTS = "shards"
+MAX_SHARDS_AT_ONCE: int = HostSettings.__dataclass_fields__["shard_slots"].metadata["maximum"]
+"""Airflow's own, second bound. The GPU host runs ``shard_slots`` of them, lowest rows first."""
 
 
 class StageOperator(RemoteJobOperator):
@@ -68,7 +72,7 @@ class StageOperator(RemoteJobOperator):
         run = run_key(dag_id=attempt.dag_id, run_id=attempt.run_id)
         spec = StageSpec(run_key=run, settings=settings, rows=rows)
         return RemoteJob(
-            address=host_address(settings),
+            address=host_address(settings, make_root=self.stage in FIRST_STAGES),
             spec=JobSpec(
                 key=job_key(dag_id=attempt.dag_id, run_id=attempt.run_id, stage=self.stage, rows=rows),
                 stage=self.stage,
@@ -91,20 +95,27 @@ class StageOperator(RemoteJobOperator):
 
 
 class SetupHostOperator(StageOperator):
-    """Run the stage ``setup-host``, whose form knows the host alone."""
+    """Run a stage of the set-up, ``setup-host`` or ``check-host``; its form knows the host alone."""
 
     def __init__(self, *, stage: Stage = "setup-host", **kwargs: Any) -> None:
         super().__init__(stage=stage, **kwargs)
 
     def settings_from(self, params: Mapping[str, Any]) -> Settings:
+        if self.stage == "check-host":
+            # Runs are to use ROOT/env; the interpreter that it was made with has no packages.
+            params = {**params, "python": None}
         return host_settings_from_params(params)
 
 
-def host_address(settings: Settings) -> HostAddress:
+def host_address(settings: Settings, *, make_root: bool = False) -> HostAddress:
     """Say where a run's jobs go."""
     host = settings.host
     return HostAddress(
-        ssh_conn_id=host.ssh_conn_id, root=host.root, python=host.python, release=current_release().digest
+        ssh_conn_id=host.ssh_conn_id,
+        root=host.root,
+        python=host.python,
+        release=current_release().digest,
+        make_root=make_root,
     )
 
 

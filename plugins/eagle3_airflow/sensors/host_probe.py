@@ -17,6 +17,7 @@ from eagle3_airflow.release import current_release
 from eagle3_airflow.remote_command import HostAddress
 from eagle3_airflow.retries import MAX_RETRY_DELAY, RETRIES, RETRY_DELAY
 from eagle3_airflow.triggers.host_probe import HostProbeTrigger
+from eagle3_airflow.triggers.host_trigger import where_to_wait
 from eagle3_tasks.contracts import codec
 from eagle3_tasks.contracts.errors import (
     ErrorRecord,
@@ -88,7 +89,7 @@ class HostProbeSensor(BaseSensorOperator):
 
     def _defer(self, address: HostAddress, spec: ProbeSpec) -> NoReturn:
         trigger = HostProbeTrigger(
-            **codec.to_plain(address), spec=codec.to_plain(spec), poke_seconds=self.poke_interval
+            **where_to_wait(address), spec=codec.to_plain(spec), poke_seconds=self.poke_interval
         )
         self.defer(
             trigger=trigger, method_name=self.on_verdict.__name__, timeout=timedelta(seconds=self.timeout)

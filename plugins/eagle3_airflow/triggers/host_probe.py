@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from eagle3_airflow.hooks.agent_link import ANSWER_SECONDS
@@ -40,6 +41,7 @@ class HostProbeTrigger(HostTrigger):
 
     async def _poke_until_ready(self) -> ProbeVerdict:
         body = ProbeBody(spec=self.spec)
+        silent_since: float | None = None
         async with HostChannel.lease(self.address) as channel:
             while True:
                 try:
@@ -47,17 +49,20 @@ class HostProbeTrigger(HostTrigger):
                         "probe", body, seconds=body.deadline_seconds + ANSWER_SECONDS
                     )
                 except HostUnreachable as problem:
-                    await wait_out(channel, problem, self.log)
+                    silent_since = silent_since or time.time()
+                    await wait_out(channel, problem, self.log, since=silent_since)
                     continue
                 except NodeProblem as problem:
                     if channel.is_over:
                         raise
                     # A probe that hangs on a sick disk tells nothing, and nothing is never "ready".
                     self.log.warning("cannot tell: %s", problem)
+                    silent_since = None
                     await asyncio.sleep(self.poke_seconds)
                     continue
                 verdict = codec.from_plain(ProbeVerdict, reply, where="probe")
                 self.log.info("%s", verdict.line)
+                silent_since = None
                 if verdict.is_ready:
                     return verdict
                 await asyncio.sleep(self.poke_seconds)

@@ -18,6 +18,19 @@ from eagle3_tasks.contracts.errors import PipelineError
 SCHEDULER_LOOP_SECONDS = 2.0
 
 
+def where_to_wait(address: HostAddress) -> dict[str, str]:
+    """Give the part of an address that a trigger's arguments hold.
+
+    Not ``make_root``: a trigger only looks on, and never makes a ROOT that has vanished.
+    """
+    return {
+        "ssh_conn_id": address.ssh_conn_id,
+        "root": address.root,
+        "python": address.python,
+        "release": address.release,
+    }
+
+
 class HostTrigger(BaseTrigger, abc.ABC):
     """Waits for something on a GPU host and fires once.
 
@@ -47,7 +60,7 @@ class HostTrigger(BaseTrigger, abc.ABC):
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         name = f"{type(self).__module__}.{type(self).__qualname__}"
-        return name, {**codec.to_plain(self.address), **self.arguments()}
+        return name, {**where_to_wait(self.address), **self.arguments()}
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         earliest = time.monotonic() + self.settle_seconds

@@ -13,21 +13,31 @@ from eagle3_tasks.contracts.errors import HostUnreachable, PipelineError
 
 
 class HostWaitTrigger(HostTrigger):
-    """Fires ``{"attempt": n}`` once the host answers, be it with an error: the operator will see it.
+    """Fires ``{"attempt": n, "since": t}`` once the host answers, be it with an error.
 
-    ``attempt`` counts the submits that failed one after another; each waits longer, because
-    a host that answers triggers may still refuse operators.
+    The operator will see the error. ``attempt`` counts the submits that failed one after
+    another; each waits longer, because a host that answers triggers may still refuse
+    operators. ``since`` is the time of the first failure, in seconds since the epoch.
     """
 
     def __init__(
-        self, *, ssh_conn_id: str, root: str, python: str, release: str, problem: str, attempt: int
+        self,
+        *,
+        ssh_conn_id: str,
+        root: str,
+        python: str,
+        release: str,
+        problem: str,
+        attempt: int,
+        since: float,
     ) -> None:
         super().__init__(ssh_conn_id=ssh_conn_id, root=root, python=python, release=release)
         self.problem = problem
         self.attempt = attempt
+        self.since = since
 
     def arguments(self) -> dict[str, Any]:
-        return {"problem": self.problem, "attempt": self.attempt}
+        return {"problem": self.problem, "attempt": self.attempt, "since": self.since}
 
     async def wait(self) -> dict[str, Any]:
         try:
@@ -36,11 +46,11 @@ class HostWaitTrigger(HostTrigger):
             raise
         except PipelineError as problem:
             self.log.info("host answers, with an error code=%s", problem.code)
-        return {"attempt": self.attempt}
+        return {"attempt": self.attempt, "since": self.since}
 
     async def _wait_out(self) -> None:
         longest = HostChannel.last_retry_seconds
         pause = min(HostChannel.first_retry_seconds * 2 ** min(self.attempt - 1, 16), longest)
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - not a secret
         async with HostChannel.lease(self.address) as channel:
-            await wait_out(channel, HostUnreachable(self.problem), self.log)
+            await wait_out(channel, HostUnreachable(self.problem), self.log, since=self.since)

@@ -14,7 +14,7 @@ from eagle3_airflow.attempt import Attempt, attempt_of
 from eagle3_airflow.hooks.host_channel import HostChannel, JobUnknown
 from eagle3_airflow.job_follower import JobFollower
 from eagle3_airflow.triggers.host_trigger import HostTrigger
-from eagle3_airflow.triggers.outage import wait_out
+from eagle3_airflow.triggers.outage import patience_left, wait_out
 from eagle3_tasks.contracts import codec
 from eagle3_tasks.contracts.errors import HostUnreachable, PipelineError
 from eagle3_tasks.contracts.jobs import MAX_PROGRESS_BYTES, CancelBody, JobStatus
@@ -64,21 +64,25 @@ class RemoteJobTrigger(HostTrigger):
         follower = JobFollower(self.key, self.generation)
         pause = 0.0
         unknown = ""
+        silent_since: float | None = None
         async with HostChannel.lease(self.address) as channel:
             while True:
                 try:
                     status = await channel.poll(follower.question(), after_seconds=pause)
                 except JobUnknown as problem:
+                    silent_since = silent_since or time.time()
+                    patience_left(problem, since=silent_since)
                     if str(problem) != unknown:
                         unknown = str(problem)
                         self.log.warning("job state unknown, asking again key=%s: %s", self.key, unknown)
                     pause = self.poll_seconds
                     continue
                 except HostUnreachable as problem:
-                    await wait_out(channel, problem, self.log)
+                    silent_since = silent_since or time.time()
+                    await wait_out(channel, problem, self.log, since=silent_since)
                     pause = 0.0
                     continue
-                unknown = ""
+                unknown, silent_since = "", None
                 await self._log_lines(follower.take(status))
                 await self._record_progress(status)
                 if follower.final is not None:
