@@ -48,6 +48,7 @@ def print_report(client: AirflowClient, dag_id: str, run_id: str, *, root: Path,
         _print_evaluation(evaluation.results)
     if model := _read(DraftModelRecord, folder / "draft_model.json"):
         print(f"draft model   {layout.draft_model(model.draft_model)}")
+        print(f"plot          {layout.draft_model(model.draft_model) / 'training.png'}")
     for one in instances:
         if one["state"] == "failed":
             print(
