@@ -3,7 +3,7 @@ PYTHON ?= python3
 HOST := .venv/host
 ORCHESTRATOR := .venv/orchestrator
 
-.PHONY: help setup demo test check bench locks clean
+.PHONY: help setup demo test check faults bench locks clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -24,6 +24,9 @@ check: setup ## Format, lint, types, import contracts, spelling.
 
 test: setup check ## Everything that must pass before a change lands.
 	@sh tests/run.sh
+
+faults: setup ## Cause faults of network and processes (a minute); EAGLE3_SOAK_ROUNDS=N: more of them.
+	@$(ORCHESTRATOR)/bin/python -m pytest -q --basetemp=.tmp/faults tests/faults
 
 bench: setup ## Measure; results as JSON in bench.json.
 	@$(HOST)/bin/eagle3 bench store --json | tee bench.json

@@ -86,6 +86,13 @@ class AirflowClient:
         body = {"dag_run_id": run_id, "conf": dict(conf), "logical_date": None}
         self.request("POST", f"/dags/{dag_id}/dagRuns", body)
 
+    def end_runs(self, dag_id: str, *, prefix: str) -> None:
+        """Mark the unfinished runs whose id begins with ``prefix`` as failed, which cancels their jobs."""
+        path = f"/dags/{dag_id}/dagRuns"
+        for run in self.request("GET", f"{path}?limit=100&state=running&state=queued")["dag_runs"]:
+            if run["dag_run_id"].startswith(prefix):
+                self.request("PATCH", f"{path}/{_quote(run['dag_run_id'])}", {"state": "failed"})
+
     def run_state(self, dag_id: str, run_id: str) -> str:
         return str(self.request("GET", f"/dags/{dag_id}/dagRuns/{_quote(run_id)}")["state"])
 

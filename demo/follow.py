@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +101,9 @@ class _StatusLine:
     def show(self, stage: str, progress: str) -> None:
         text = " | ".join(part for part in (stage, progress) if part)
         if self._is_terminal:
-            print(f"\r\033[K{text}", end="", flush=True)
+            # A line that wraps could not be taken back.
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r\033[K{text[:width]}", end="", flush=True)
         elif progress and text != self._shown and time.monotonic() - self._shown_at >= PLAIN_LINE_SECONDS:
             print(f"          {text}", flush=True)
             self._shown_at = time.monotonic()

@@ -51,10 +51,11 @@ def print_report(client: AirflowClient, dag_id: str, run_id: str, *, root: Path,
         print(f"plot          {layout.draft_model(model.draft_model) / 'training.png'}")
     for one in instances:
         if one["state"] == "failed":
-            print(
-                f"failed        {one['task_id']} {one['rendered_map_index'] or ''};"
-                " its log in the UI says why"
+            log = client.log(
+                dag_id, run_id, one["task_id"], try_number=one["try_number"], map_index=one["map_index"]
             )
+            reason = next((line for line in reversed(log.splitlines()) if "Exception: " in line), "")
+            print(f"failed        {one['task_id']} {one['rendered_map_index'] or ''} {reason}")
     print(f"all           {seconds:.0f} s")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import fcntl
 import getpass
 import os
 import signal
@@ -33,8 +34,10 @@ FOLDER = PROJECT / ".demo"
 HOST_PYTHON = PROJECT / ".venv/host/bin/python"
 DAG_ID = "eagle3_train"
 CONNECTION_ID = "eagle3_demo_host"
+RUN_PREFIX = "demo_"
 SSH_LOG = FOLDER / "ssh-server.log"
 SSH_SECONDS = 20.0
+EMPTIED = "/tmp/"  # noqa: S108 - refused, not used
 ORPHAN_MINUTES = 5
 """Jobs of a demo that was killed with -9 end by themselves after so long."""
 
@@ -52,6 +55,14 @@ def main() -> int:
             signal.signal(number, _interrupt)
     began = time.monotonic()
     try:
+        if f"{FOLDER}/".startswith(EMPTIED):
+            raise RuntimeError(f"{PROJECT} lies where a reboot may empty it. Clone to a durable disk.")
+        # Two demos at once would share one database, and the end of one would cancel the other's jobs.
+        lock = (FOLDER / "lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError("another `make demo` runs in this folder. Wait for it or stop it.") from None
         return _run_demo(keep=arguments.keep, began=began)
     except KeyboardInterrupt:
         print("\nstopped; `make demo` goes on from what exists", flush=True)
@@ -82,7 +93,9 @@ def _run_demo(*, keep: bool, began: float) -> int:
         services.wait_until_ready()
         client = AirflowClient(url=services.url, user=USER, password=services.password)
         client.wait_for_dag(DAG_ID)
-        run_id = f"demo_{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H-%M-%S}"
+        # The run of a demo that was interrupted would go on beside this one.
+        client.end_runs(DAG_ID, prefix=RUN_PREFIX)
+        run_id = f"{RUN_PREFIX}{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H-%M-%S}"
         client.trigger(DAG_ID, run_id=run_id, conf=demo_conf(world, root=FOLDER / "root"))
         print(f"run           {services.url}/dags/{DAG_ID}/runs/{run_id}", flush=True)
         state = follow_run(client, DAG_ID, run_id, check_services=check)

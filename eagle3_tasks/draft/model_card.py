@@ -54,7 +54,8 @@ def _accept_lengths(settings: Settings, evaluation: EvaluationRecord | None) -> 
     if evaluation is None:
         return ["Not evaluated yet."]
     lines = [
-        f"Accept length with {settings.evaluation.draft_steps} draft steps in a chain, greedy:", "",
+        f"Accept length with {settings.evaluation.draft_steps} draft steps in a chain, greedy.",
+        "The set `training` holds questions that the draft model was trained on; the others were held out.", "",
         "| questions | untrained | simulated | looped | demanded |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for one in evaluation.results:

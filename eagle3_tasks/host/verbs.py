@@ -126,17 +126,12 @@ class JobVerbs:
         way is waited for: what it starts is meant as well.
         """
         job_folder = RootLayout(self.root).job(body.key)
-        view = jobs.read_job(job_folder, machine_id=self.machine_id)
-        is_living = view.state in (JobState.QUEUED, JobState.RUNNING)
-        if not is_living and job_folder.is_dir():
+        view = self._record_cancel(job_folder, body.reason)
+        if view.state not in (JobState.QUEUED, JobState.RUNNING) and job_folder.is_dir():
             with _submit_lock(job_folder):
-                view = jobs.read_job(job_folder, machine_id=self.machine_id)
+                view = self._record_cancel(job_folder, body.reason)
                 if view.state is JobState.LOST:
                     self._end_remains(job_folder, view, grace_seconds=_grace_seconds(view, 0.0))
-        if view.folder is not None and not view.state.is_final:
-            path = view.folder / records.CANCEL_FILE
-            if not path.exists():
-                write_json(path, records.CancelRecord(reason=body.reason, at=time.time()))
         return jobs.status_of(jobs.read_job(job_folder, machine_id=self.machine_id))
 
     def acknowledge(self, body: AcknowledgeBody) -> JobStatus:
@@ -148,6 +143,16 @@ class JobVerbs:
             write_json(view.folder / records.ACKNOWLEDGED_FILE, records.AcknowledgedRecord(at=time.time()))
             view = jobs.read_job(job_folder, machine_id=self.machine_id)
         return jobs.status_of(view)
+
+    def _record_cancel(self, job_folder: Path, reason: str) -> jobs.JobView:
+        """Record the cancel if the job lives, and tell how it stands after that: its runner may have died."""
+        view = jobs.read_job(job_folder, machine_id=self.machine_id)
+        if view.folder is None or view.state.is_final:
+            return view
+        path = view.folder / records.CANCEL_FILE
+        if not path.exists():
+            write_json(path, records.CancelRecord(reason=reason, at=time.time()))
+        return jobs.read_job(job_folder, machine_id=self.machine_id)
 
     def _poll_one(self, item: PollItem, *, max_bytes: int) -> JobStatus:
         job_folder = RootLayout(self.root).job(item.key)

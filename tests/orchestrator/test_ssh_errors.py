@@ -83,6 +83,12 @@ def test_another_host_key_names_both_machines_commands() -> None:
     assert "host_key" in str(problem)
 
 
+def test_a_banner_that_is_no_utf8_is_told_and_not_waited_for() -> None:
+    problem = translate_ssh_error(asyncssh.ProtocolError("Invalid userauth banner"), PLACE)
+    assert type(problem) is ConnectionProblem
+    assert "sshd_config" in str(problem)
+
+
 def test_an_error_that_nobody_foresaw_is_a_node_problem() -> None:
     assert type(translate_ssh_error(RuntimeError("x"), PLACE)) is UnexpectedFailure
 

@@ -54,6 +54,11 @@ def translate_ssh_error(error: BaseException, place: Place) -> PipelineError:
         )
     if isinstance(error, AirflowException | ValueError):
         return ConnectionProblem(f"connection {place.conn_id!r} can't be used: {error}")
+    if isinstance(error, asyncssh.ProtocolError) and "banner" in str(error):
+        return ConnectionProblem(
+            f"{_name(place)} sends a login banner that is not UTF-8 ({error}). Convert the file that "
+            "`Banner` names in its sshd_config."
+        )
     if isinstance(error, OSError | EOFError | paramiko.SSHException | asyncssh.Error):
         # Names that don't resolve, refusals, resets, banners that don't come, time limits.
         return HostUnreachable(f"{_name(place)} is unreachable: {str(error) or type(error).__name__}.")
