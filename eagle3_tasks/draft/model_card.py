@@ -55,7 +55,7 @@ def _accept_lengths(settings: Settings, evaluation: EvaluationRecord | None) -> 
         return ["Not evaluated yet."]
     lines = [
         f"Accept length with {settings.evaluation.draft_steps} draft steps in a chain, greedy.",
-        "The set `training` holds questions that the draft model was trained on; the others were held out.", "",
+        "The set `training` holds questions that it was trained on; the others were held out.", "",
         "| questions | untrained | simulated | looped | demanded |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for one in evaluation.results:
