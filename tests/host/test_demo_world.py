@@ -7,9 +7,6 @@ import threading
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("chatterbot_corpus")
-
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from demo.world import WorldError, WorldSettings, answer_greedily, build_world, world_digest
