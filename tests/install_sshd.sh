@@ -7,8 +7,13 @@ if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
     exit 1
 fi
 # policy-rc.d keeps the package from starting a server of its own.
-printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d && chmod 755 /usr/sbin/policy-rc.d
+policy=/usr/sbin/policy-rc.d
+made=""
+[ -e $policy ] || {
+    made=yes
+    printf '#!/bin/sh\nexit 101\n' >$policy && chmod 755 $policy
+}
 apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends openssh-server >/dev/null
 status=$?
-rm -f /usr/sbin/policy-rc.d
+[ -z "$made" ] || rm -f $policy
 exit $status
